@@ -1,0 +1,86 @@
+# Every target makes what it needs in .venv: a fresh machine with Python >= 3.10, a C compiler and make is enough.
+#
+#   make demo         train a small model on Python's own source, about three minutes on two cores
+#   make test         the tests (make test-long: the full matrices, make test-debug: checked and sanitized build)
+#   make build        compile the kernels in place
+#   make bench        measure and compare with the record (make bench-peers: PyTorch beside it)
+#   make docs         HTML documentation in docs/_build/html
+#   make lint         ruff and mypy
+#   make wheel        wheel and source distribution in dist/
+#   make fuzz         search longer for inputs that break the checkpoint reader
+#   make clean        remove everything that was made, .venv included
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check
+DEMO   := demo-run
+
+.PHONY: help build test test-debug test-long bench bench-peers demo docs lint wheel fuzz clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '/^#   make/s/^#   //p' Makefile
+
+# A stamp file says that an environment step is done and is older than what it depends on when it has to be done again.
+$(VENV)/.made:
+	@test -x $(PY) && $(PY) -m pip --version >/dev/null 2>&1 || sh tools/make-venv.sh $(PYTHON) $(VENV)
+	@touch $@
+
+$(VENV)/.build-tools: $(VENV)/.made pyproject.toml
+	$(PIP) install --quiet "cython>=3.1" "setuptools>=77" wheel "numpy>=1.26"
+	@touch $@
+
+# The compiled modules are always offered to setup.py, which rebuilds what is older than its sources.
+build: $(VENV)/.build-tools
+	$(PY) setup.py build_ext --inplace
+	@test -e $(VENV)/.installed || $(MAKE) --no-print-directory $(VENV)/.installed
+
+# Editable: brings the run-time dependencies and the command `mojolearn`; the kernels are already compiled in place.
+$(VENV)/.installed: $(VENV)/.build-tools
+	$(PIP) install --quiet --no-build-isolation --editable .
+	@touch $@
+
+# One stamp per extra of pyproject.toml.
+$(VENV)/.extra-%: $(VENV)/.build-tools pyproject.toml | build
+	$(PIP) install --quiet --no-build-isolation --editable ".[$*]"
+	@touch $@
+
+test: build $(VENV)/.extra-test
+	$(PY) -m pytest
+
+test-long: build $(VENV)/.extra-test
+	$(PY) -m pytest -m "long or not long"
+
+fuzz: build $(VENV)/.extra-test
+	MOJOLEARN_FUZZ_SECONDS=$${MOJOLEARN_FUZZ_SECONDS:-600} $(PY) -m pytest -m fuzz
+
+# The checked build lives in a copy of the tree, so that the fast one stays as it is.
+test-debug: build $(VENV)/.extra-test
+	sh tools/test-debug.sh $(PY) build/debug
+
+bench: build $(VENV)/.extra-test
+	$(PY) -m benchmarks
+
+bench-peers: build $(VENV)/.extra-test
+	$(PY) -m benchmarks --peers
+
+demo: build $(VENV)/.extra-plot
+	$(PY) -m examples.demo --out $(DEMO)
+
+docs: build $(VENV)/.extra-docs
+	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+lint: build $(VENV)/.extra-lint
+	$(PY) -m ruff check .
+	$(PY) -m mypy --strict -p mojolearn
+
+wheel: $(VENV)/.extra-build
+	rm -rf dist
+	$(PY) -m build
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info $(DEMO) docs/_build docs/api/generated .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find mojolearn -name '*.so' -delete
+	find mojolearn/_core -name '*.c' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
