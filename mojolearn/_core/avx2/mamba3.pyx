@@ -1,0 +1,1 @@
+include "../mamba3.pxi"
