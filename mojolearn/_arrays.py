@@ -10,9 +10,7 @@ import operator
 
 import numpy as np
 
-__all__ = ["as_float32", "as_ids", "as_index", "as_lengths", "as_real", "describe"]
-
-_INT32 = np.iinfo(np.int32)
+__all__ = ["as_float32", "as_ids", "as_index", "as_lengths", "as_ragged_ids", "as_real", "describe"]
 
 
 def describe(value):
@@ -182,6 +180,39 @@ def as_ids(value, name, vocab, ndim, ignore=None):
     ValueError
         Whatever is wrong; the message names the first bad id and its index.
     """
+    array = _integer_array(value, name, ndim)
+    _check_ids(array, name, vocab, ignore)
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def as_ragged_ids(value, name, vocab, lengths):
+    """Ids of a batch whose row i is real at positions [0, lengths[i]) only.
+
+    Parameters
+    ----------
+    value : array of any native integer dtype, shape (B, L)
+        What lies in the padding is ignored.
+    name : str
+        The argument's name, for the message.
+    vocab : int
+        Number of ids.
+    lengths : sequence of int
+        One entry per row, each in [1, L].
+
+    Returns
+    -------
+    ids : ndarray of int32, shape (B, L)
+        Zero in the padding.
+    lengths : ndarray of int64, shape (B,)
+    """
+    array = _integer_array(value, name, 2)
+    lengths = as_lengths(lengths, *array.shape)
+    array = np.where(np.arange(array.shape[1]) < lengths[:, None], array, array.dtype.type(0))
+    _check_ids(array, name, vocab, None)
+    return np.ascontiguousarray(array, dtype=np.int32), lengths
+
+
+def _integer_array(value, name, ndim):
     array = _from_buffer(value, name, "an integer array")
     if array.dtype.kind not in "iu" or not array.dtype.isnative:
         raise ValueError(f"{name} must have a native integer dtype, got {array.dtype.str} with shape {array.shape}")
@@ -191,16 +222,21 @@ def as_ids(value, name, vocab, ndim, ignore=None):
         raise ValueError(f"{name} must have {wanted} dimensions, got shape {array.shape}")
     if array.size == 0:
         raise ValueError(f"{name} must not be empty, got shape {array.shape}")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= vocab:
-        bad = (array < 0) | (array >= vocab) if vocab <= np.iinfo(array.dtype).max else array < 0
-        if ignore is not None:
-            bad &= array != ignore
-        if bad.any():
-            where = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), array.shape))
-            also = f" or {ignore}" if ignore is not None else ""
-            raise ValueError(f"{name} must be in [0, {vocab}){also}, got {int(array[where])} at index {where}")
-    return np.ascontiguousarray(array, dtype=np.int32)
+    return array
+
+
+def _check_ids(array, name, vocab, ignore):
+    if int(array.min()) >= 0 and int(array.max()) < vocab:
+        return
+    bad = array < 0
+    if vocab <= np.iinfo(array.dtype).max:
+        bad |= array >= vocab
+    if ignore is not None and np.iinfo(array.dtype).min <= ignore:
+        bad &= array != ignore
+    if bad.any():
+        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), array.shape))
+        also = f" or {ignore}" if ignore is not None else ""
+        raise ValueError(f"{name} must be in [0, {vocab}){also}, got {int(array[where])} at index {where}")
 
 
 def as_lengths(value, batch, length):

@@ -63,6 +63,8 @@ class TokenFold:
         -------
         list of Part
         """
+        if rows == self.total:
+            return [Part(0, rows, 0, False, 0)]
         parts = []
         first, last = self._position, self._position + rows
         at = first

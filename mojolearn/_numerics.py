@@ -25,7 +25,7 @@ MODE_NAMES = ("identical", "deterministic", "fast")
 # mode names its set, so that a library which no longer has the set can say so instead of drifting silently.
 DETERMINISTIC_PROFILES = ("mojolearn.deterministic.v1",)
 
-_MAX_THREADS = 1024
+_MAX_THREADS = 256  # size of the kernels' thread table
 
 _defaults = {"mode": None, "threads": None}
 
@@ -166,7 +166,7 @@ def show_config(quiet=False):
         "version": mojolearn.__version__,
         "isa": _core.ISA,
         "isa_built": tuple(_core.BUILT),
-        "isa_cpu": tuple(_core.cpu_isas()),
+        "isa_cpu": tuple(_core.AVAILABLE),
         "threads": get_num_threads(),
         "cpus": _usable_cpus(),
         "numeric_mode": get_numeric_mode(),

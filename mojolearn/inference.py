@@ -1,0 +1,202 @@
+"""`SambaInference`: forward passes and decoding on packed weights."""
+
+import numpy as np
+
+from mojolearn import lowbit
+from mojolearn._arrays import as_float32, describe
+from mojolearn._core import linalg
+from mojolearn._numerics import MODE_NAMES, mode_index
+from mojolearn.config import SambaConfig
+from mojolearn.model import SambaModel
+
+__all__ = ["SambaInference"]
+
+# Matrices of these names are kept as packed panels; the others are small and stay float32 arrays.
+_PANELS = (
+    "in_proj.weight",
+    "out_proj.weight",
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "o_proj.weight",
+    "gate_proj.weight",
+    "up_proj.weight",
+    "down_proj.weight",
+    "embed.weight",
+    "lm_head.weight",
+)
+
+
+class SambaInference(SambaModel):
+    """Forward-only Samba language model on the CPU.
+
+    Maps (B, L) token ids to (B, L, vocab) float32 logits with the forward of `SambaStack` (no dropout): embedding, each
+    block in stack order, final RMSNorm and the tied or untied output head.
+
+    Parameters
+    ----------
+    config : SambaConfig
+        Model configuration.
+    weights : dict
+        By registry name: float32 arrays, or weights packed by `mojolearn.lowbit`. Float32 tensors may stand beside
+        tensors of one packed format. The weights are copied, the matrices into panels that the kernels read in order;
+        packed ones stay packed in memory and give the bits of the float32 weights that they unpack to.
+    numeric_mode : {"identical", "deterministic", "fast"} or None, default None
+        None uses the library default.
+
+    Attributes
+    ----------
+    config : SambaConfig
+        The configuration.
+    weight_format : str
+        ``"float32"``, ``"bfloat16"`` or ``"int8"``.
+
+    Raises
+    ------
+    TypeError
+        `config` is not a SambaConfig, `weights` is not a dict, or a tensor has another dtype.
+    ValueError
+        Missing or unknown names, wrong shapes, non-finite values, or two packed formats.
+
+    Notes
+    -----
+    Two Python threads may call one model at once, each with its own state.
+
+    Examples
+    --------
+    >>> import numpy as np, mojolearn
+    >>> from mojolearn.training import Generator
+    >>> cfg = mojolearn.SambaConfig(vocab=16, d_model=32, layers=("mamba3",))
+    >>> lm = mojolearn.SambaInference(cfg, mojolearn.SambaStack(cfg, generator=Generator(0)).parameters())
+    >>> prompt = np.array([[1, 2, 3]])
+    >>> state = lm.allocate_state(batch_size=1, max_tokens=8)
+    >>> logits = lm.forward(prompt, state)
+    >>> next_logits = lm.step(logits[:, -1].argmax(1), state)
+    >>> next_logits.shape
+    (1, 16)
+    """
+
+    def __init__(self, config, weights, *, numeric_mode=None):
+        if not isinstance(config, SambaConfig):
+            raise TypeError(f"config must be a SambaConfig, got {describe(config)}")
+        if not isinstance(weights, dict):
+            raise TypeError(f"weights must be a dict of arrays, got {describe(weights)}")
+        mode = mode_index(numeric_mode)
+        check_names(config, weights)
+        self._load(config, ((name, weights[name]) for name, _ in config.registry()), mode)
+
+    def _load(self, config, tensors, mode):
+        """Check and pack (name, tensor) pairs in registry order, one at a time."""
+        shapes = dict(config.registry())
+        packed_format = None
+        bound = {}
+        for name, tensor in tensors:
+            label = f"weights[{name!r}]"
+            if lowbit.is_packed(tensor):
+                if packed_format not in (None, tensor.format):
+                    raise ValueError(f"weights must have one packed format, got {packed_format} and {tensor.format}")
+                packed_format = tensor.format
+            bound[name] = _pack(tensor, label, shapes[name], panels=name.endswith(_PANELS))
+        self.weight_format = packed_format or "float32"
+        self._weights = bound
+        self._bind(config, mode, bound)
+
+    def __repr__(self):
+        return (
+            f"<SambaInference: {self.config.num_parameters:,} parameters in {len(self.config.layers)} layers, "
+            f"{self.weight_format}, mode {self.numeric_mode}>"
+        )
+
+    def __call__(self, inputs, state=None, *, lengths=None, last_only=False):
+        """The same as `forward`."""
+        return self.forward(inputs, state, lengths=lengths, last_only=last_only)
+
+    def logits(self, inputs, state=None, *, lengths=None, last_only=False):
+        """The same as `forward`."""
+        return self.forward(inputs, state, lengths=lengths, last_only=last_only)
+
+    def parameters(self):
+        """An independent float32 copy of every weight, keyed by registry name; packed ones are unpacked exactly."""
+        return {name: _unpack(weight) for name, weight in self._weights.items()}
+
+    def loss(self, inputs, targets):
+        """Not available: inference only. Raises NotImplementedError; use `SambaStack`."""
+        raise NotImplementedError("SambaInference has no loss; use SambaStack")
+
+    def train_step(self, inputs, targets):
+        """Not available: inference only. Raises NotImplementedError; use `SambaStack`."""
+        raise NotImplementedError("SambaInference cannot train; use SambaStack")
+
+    def __getstate__(self):
+        weights = {name: _to_portable(weight) for name, weight in self._weights.items()}
+        return {"config": self.config, "weights": weights, "numeric_mode": self.numeric_mode}
+
+    def __setstate__(self, state):
+        self._load(state["config"], state["weights"].items(), MODE_NAMES.index(state["numeric_mode"]))
+
+    def __deepcopy__(self, memo):
+        # Weights never change after construction, so a copy may share them.
+        other = type(self).__new__(type(self))
+        other.weight_format, other._weights = self.weight_format, self._weights
+        other._bind(self.config, self._mode, self._weights)
+        return other
+
+
+def check_names(config, weights, name="weights"):
+    """Refuse a dict of weights whose keys are not exactly the registry's names."""
+    wanted = {entry for entry, _ in config.registry()}
+    missing = sorted(wanted - weights.keys())
+    unknown = sorted(str(key) for key in weights.keys() - wanted)
+    if missing or unknown:
+        parts = []
+        if missing:
+            parts.append(f"missing {_some(missing)}")
+        if unknown:
+            parts.append(f"unknown {_some(unknown)}")
+        raise ValueError(f"{name} must have exactly the registry's names: {'; '.join(parts)}")
+
+
+def _some(names):
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+def _pack(tensor, label, shape, panels):
+    if not lowbit.is_packed(tensor):
+        array = as_float32(tensor, label, shape, finite=True)
+        return linalg.PackedWeight.from_float32(array) if panels else np.array(array, order="C")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{label} must have shape {shape}, got {tuple(tensor.shape)}")
+    _check_packed_finite(tensor, label)
+    if not panels:
+        return lowbit.materialize_one(tensor, label)
+    if tensor.format == "bfloat16":
+        return linalg.PackedWeight.from_bfloat16(np.ascontiguousarray(tensor.bits))
+    return linalg.PackedWeight.from_int8(np.ascontiguousarray(tensor.codes), np.ascontiguousarray(tensor.exponents))
+
+
+def _check_packed_finite(tensor, label):
+    if tensor.format == "bfloat16":
+        finite = ((tensor.bits & 0x7F80) != 0x7F80).all(axis=1)
+    else:
+        # 2**128 and above is infinite; below that the largest code of the row decides.
+        exponents = tensor.exponents.astype(np.int64)
+        largest = np.abs(tensor.codes.astype(np.int16)).max(axis=1)
+        finite = (exponents <= 127) & (np.frexp(largest.astype(np.float64))[1] + exponents <= 128)
+    if not finite.all():
+        raise ValueError(f"{label} must be finite, got NaN or infinity in row {int(np.argmin(finite))}")
+
+
+def _unpack(weight):
+    return weight.copy() if isinstance(weight, np.ndarray) else weight.unpack()
+
+
+def _to_portable(weight):
+    """A weight as something that pickles: an array, or a packed weight of `mojolearn.lowbit`."""
+    if isinstance(weight, np.ndarray):
+        return weight
+    if weight.format == "float32":
+        return weight.unpack()
+    if weight.format == "bfloat16":
+        return lowbit.BF16Weight(weight.raw())
+    return lowbit.Int8Weight(*weight.raw())
