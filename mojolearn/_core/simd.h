@@ -336,4 +336,30 @@ MOJO_INLINE void cpu_relax(void) {
 #endif
 }
 #define prefetch(address) __builtin_prefetch(address)
+
+/* ---- 32 x 32 -> 64 bits, unsigned, in two vectors --------------------------------------------------------------- */
+MOJO_INLINE void vimul_wide(vi a, uint32_t factor, vi *low, vi *high) {
+#if MOJO_ISA == 3
+    __m512i f = _mm512_set1_epi32((int32_t)factor);
+    __m512i even = _mm512_mul_epu32((__m512i)a, f), odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), f);
+    *low = (vi)_mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+    *high = (vi)_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+#elif MOJO_ISA == 2
+    __m256i f = _mm256_set1_epi32((int32_t)factor);
+    __m256i even = _mm256_mul_epu32((__m256i)a, f), odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), f);
+    *low = (vi)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+    *high = (vi)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+#elif MOJO_ISA == 1
+    __m128i f = _mm_set1_epi32((int32_t)factor), lower = _mm_set1_epi64x(0xffffffffLL);
+    __m128i even = _mm_mul_epu32((__m128i)a, f), odd = _mm_mul_epu32(_mm_srli_epi64((__m128i)a, 32), f);
+    *low = (vi)_mm_or_si128(_mm_and_si128(even, lower), _mm_slli_epi64(odd, 32));
+    *high = (vi)_mm_or_si128(_mm_srli_epi64(even, 32), _mm_andnot_si128(lower, odd));
+#else
+    for (int i = 0; i < W; i++) {
+        uint64_t product = (uint64_t)(uint32_t)a[i] * factor;
+        (*low)[i] = (int32_t)(uint32_t)product;
+        (*high)[i] = (int32_t)(uint32_t)(product >> 32);
+    }
+#endif
+}
 #endif

@@ -82,3 +82,5 @@ cdef extern from "simd.h" nogil:
     Py_ssize_t units_done(Py_ssize_t* counter)
     void cpu_relax()
     void prefetch(const void* address)
+
+    void vimul_wide(vi a, uint32_t factor, vi* low, vi* high)      # 32 x 32 -> 64 bits, unsigned
