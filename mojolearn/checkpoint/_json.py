@@ -1,0 +1,158 @@
+"""JSON text that can be trusted: canonical on the way out, strict and bounded on the way in."""
+
+import json
+import math
+
+import numpy as np
+
+from mojolearn.errors import CheckpointError
+
+__all__ = ["MAX_DEPTH", "canonical", "check_plain", "nesting", "parse"]
+
+# Deeper than any header, far below the depth at which a parser's recursion could fail.
+MAX_DEPTH = 64
+
+# CPython refuses longer integers in decimal by default; converting them takes quadratic time.
+_MAX_DIGITS = 4300
+
+_STRUCTURE = b"[]{},"
+_NOT_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
+
+
+def canonical(value):
+    """The one text of a JSON value: keys sorted, no spaces, ASCII, no NaN.
+
+    Parameters
+    ----------
+    value : JSON value
+        Dicts, lists, strings, numbers, booleans and None.
+
+    Returns
+    -------
+    bytes
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.encode("ascii")
+
+
+def check_plain(value, name, depth=0):
+    """Refuse what JSON would change or could not hold.
+
+    Parameters
+    ----------
+    value : object
+    name : str
+        What the value is, for the message.
+
+    Raises
+    ------
+    TypeError
+        Another type than dict, list, str, int, float, bool or None; a key that is not a string.
+    ValueError
+        NaN or infinity, or nesting deeper than `MAX_DEPTH`.
+    """
+    if depth >= MAX_DEPTH:
+        raise ValueError(f"{name} is nested deeper than {MAX_DEPTH} levels")
+    kind = type(value)
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise TypeError(f"keys of {name} must be strings, got {key!r}")
+            check_plain(item, name, depth + 1)
+    elif kind is list:
+        for item in value:
+            check_plain(item, name, depth + 1)
+    elif kind is float:
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must hold finite numbers, got {value}")
+    elif kind not in (str, int, bool) and value is not None:
+        raise TypeError(f"{name} must hold dicts, lists, strings, numbers, booleans and None, got {kind.__name__}")
+
+
+def nesting(text):
+    """How deep brackets nest in a JSON text, and how many brackets and commas it has outside of strings.
+
+    Parameters
+    ----------
+    text : bytes
+
+    Returns
+    -------
+    depth, marks : int
+    """
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Outside of strings are the pieces before an odd number of quotation marks.
+    outside = b"".join(piece.translate(None, _NOT_STRUCTURE) for piece in text.split(b'"')[::2])
+    steps = np.zeros(256, np.int8)
+    steps[list(b"[{")] = 1
+    steps[list(b"]}")] = -1
+    codes = np.frombuffer(outside, np.uint8)
+    depth = int(np.cumsum(steps[codes], dtype=np.int64).max(initial=0))
+    return depth, len(outside)
+
+
+def parse(text, what, max_marks, exact_numbers=False):
+    """Parse a JSON text of unknown origin.
+
+    Parameters
+    ----------
+    text : bytes
+    what : str
+        What the text is, for the message.
+    max_marks : int
+        Most brackets and commas outside of strings: what bounds the memory that the values take.
+    exact_numbers : bool, default False
+        Refuse numbers in another form than `canonical` writes.
+
+    Returns
+    -------
+    JSON value
+
+    Raises
+    ------
+    CheckpointError
+        Not JSON, not ASCII, nested too deep, too many values, a key twice in one object, a number that is
+        not finite or has thousands of digits.
+    """
+    if not text.isascii():
+        raise CheckpointError(f"{what} is not ASCII text")
+    depth, marks = nesting(text)
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"{what} is nested {depth} levels deep, more than {MAX_DEPTH}")
+    if marks > max_marks:
+        raise CheckpointError(f"{what} holds {marks} brackets and commas, more than {max_marks}")
+
+    def unique(pairs):
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise CheckpointError(f"{what} has the key {twice!r} twice in one object")
+        return found
+
+    def refuse(name):
+        raise CheckpointError(f"{what} holds {name}, which is not JSON")
+
+    def finite(digits):
+        value = float(digits)
+        if not math.isfinite(value):
+            raise CheckpointError(f"{what} holds the number {digits}, which is too large")
+        return exact(value, digits)
+
+    def integer(digits):
+        if len(digits) > _MAX_DIGITS:
+            raise CheckpointError(f"{what} holds an integer of {len(digits)} digits")
+        return exact(int(digits), digits)
+
+    def exact(value, digits):
+        if exact_numbers and repr(value) != digits:
+            raise CheckpointError(f"{what} holds the number {digits}, which should be written {value!r}")
+        return value
+
+    try:
+        return json.loads(
+            text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite, parse_int=integer
+        )
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not valid JSON: {error}") from None

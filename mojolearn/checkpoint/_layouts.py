@@ -1,0 +1,50 @@
+"""Which layout a file has, and the options that writers share."""
+
+from mojolearn.checkpoint import archive, stream_v2
+from mojolearn.checkpoint._json import check_plain
+from mojolearn.checkpoint.json_v1 import JsonReader
+from mojolearn.errors import CheckpointError
+
+__all__ = ["check_extra", "check_level", "make_reader"]
+
+
+def make_reader(file, pipeline):
+    """The reader for a file's layout, which its first bytes tell; its name does not matter.
+
+    Parameters
+    ----------
+    file : HashingReader
+    pipeline : Pipeline
+
+    Returns
+    -------
+    ArchiveReader, StreamReader or JsonReader
+    """
+    if file.size == 0:
+        raise CheckpointError("the file is empty")
+    start = file.peek(min(file.size, len(archive.FAMILY)), 0, "the magic number")
+    if start == archive.FAMILY:
+        return archive.ArchiveReader(file, pipeline)
+    if start == stream_v2.MAGIC:
+        return stream_v2.StreamReader(file, pipeline)
+    return JsonReader(file)
+
+
+def check_level(level):
+    """A zstd level, or the default for None."""
+    if level is None:
+        return archive.DEFAULT_LEVEL
+    if isinstance(level, bool) or not isinstance(level, int):
+        raise TypeError(f"level must be an integer or None, got {level!r}")
+    if not 1 <= level <= archive.MAX_LEVEL:
+        raise ValueError(f"level must be from 1 to {archive.MAX_LEVEL}, got {level}")
+    return level
+
+
+def check_extra(extra):
+    """Refuse an `extra` that would not come back as it is."""
+    if extra is None:
+        return
+    if not isinstance(extra, dict):
+        raise TypeError(f"extra must be a dict or None, got {type(extra).__name__}")
+    check_plain(extra, "extra")

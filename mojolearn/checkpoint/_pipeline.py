@@ -1,0 +1,64 @@
+"""Overlap hashing, compressing and disk: work handed to threads, results taken in order, little held at once."""
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+__all__ = ["Pipeline"]
+
+# Compressing and joining planes; hashing has one thread more because a digest is one chain.
+_WORKERS = 2
+_AHEAD = 4
+
+
+class Pipeline:
+    """Threads for the parts of saving and loading that release the interpreter lock.
+
+    The results never depend on the number of threads: each part is worked on alone and taken in order.
+    """
+
+    def __init__(self):
+        self._workers = ThreadPoolExecutor(_WORKERS, "mojolearn-checkpoint")
+        self._hasher = ThreadPoolExecutor(1, "mojolearn-digest")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def close(self):
+        """End the threads."""
+        self._workers.shutdown(cancel_futures=True)
+        self._hasher.shutdown(cancel_futures=True)
+
+    def map(self, function, arguments):
+        """Results of ``function(*args)`` for each args of an iterable, in order, worked on a few at a time."""
+        pending = deque()
+        for args in arguments:
+            pending.append(self._workers.submit(function, *args))
+            if len(pending) >= _AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    def hashed(self, digest, parts):
+        """Pass byte arrays through while a thread adds them to a digest.
+
+        Parameters
+        ----------
+        digest : hashlib object
+        parts : iterable of ndarray of uint8
+
+        Yields
+        ------
+        ndarray of uint8
+            Must not be changed before the next one is asked for. At the end the digest holds all parts.
+        """
+        adding = None
+        for part in parts:
+            if adding is not None:
+                adding.result()
+            adding = self._hasher.submit(digest.update, part)
+            yield part
+        if adding is not None:
+            adding.result()

@@ -1,0 +1,367 @@
+"""The compressed archive: a header, arrays as zstd frames of byte planes, digests, and a proof of the end.
+
+``docs/formats.md`` is the normative description.
+"""
+
+import hashlib
+import os
+import struct
+
+import numpy as np
+import zstandard
+
+from mojolearn.checkpoint._entries import ArrayEntry, as_bytes
+from mojolearn.checkpoint._json import canonical, parse
+from mojolearn.checkpoint._planes import join_planes, split_planes
+from mojolearn.errors import CheckpointError
+
+__all__ = ["DEFAULT_LEVEL", "MAGIC", "MAX_LEVEL", "ArchiveReader", "ArchiveWriter"]
+
+FAMILY = b"MOJOLEARN-ARCHIVE"
+MAGIC = FAMILY + b"\x01\r\n"
+END = b"MOJOLEARN-END\r\n\x1a"
+SCHEMA = "mojolearn.archive.v1"
+KINDS = ("training", "inference")
+
+HEADER_LIMIT = 8 << 20
+HEADER_MARKS = 1 << 19
+EXTRA_LIMIT = 64 << 20
+EXTRA_MARKS = 1 << 22
+
+# Elements of an array that are compressed together: planes of 256 KiB, so 1 MiB of float32.
+CHUNK_ELEMENTS = 1 << 18
+
+DEFAULT_LEVEL = 1
+MAX_LEVEL = zstandard.MAX_COMPRESSION_LEVEL
+
+_LENGTH = struct.Struct("<I")
+_SIZE = struct.Struct("<Q")
+_DIGEST_BYTES = 32
+_TRAILER_BYTES = len(END) + _SIZE.size + _DIGEST_BYTES
+
+# A frame has at least a magic number, a descriptor, a content size and a block header.
+_FRAME_MIN = 9
+
+
+def _frame_max(nbytes):
+    """Most bytes of a frame that holds `nbytes`, stored uncompressed if need be."""
+    return nbytes + (nbytes >> 7) + 64
+
+
+def _compressor(level):
+    # Matches shorter than 7 bytes are chance in a plane of exponents and cost more than they save against plain
+    # entropy coding, so they are not looked for; for the same reason a tiny table is as good as a big one.
+    tuned = {"min_match": 7}
+    if level == DEFAULT_LEVEL:
+        tuned["hash_log"] = 10
+    parameters = zstandard.ZstdCompressionParameters.from_level(level, source_size=CHUNK_ELEMENTS, **tuned)
+    return zstandard.ZstdCompressor(compression_params=parameters)
+
+
+def _encode(data, itemsize, level):
+    """Frames of one chunk with their lengths, ready to be written."""
+    compressor = _compressor(level)
+    pieces = []
+    for plane in split_planes(data, itemsize):
+        frame = compressor.compress(plane)
+        pieces += [_LENGTH.pack(len(frame)), frame]
+    return b"".join(pieces)
+
+
+def _decode(frames, nbytes, itemsize, what, out):
+    """The elements of one chunk, from its frames."""
+    planes = []
+    for frame in frames:
+        try:
+            described = zstandard.get_frame_parameters(frame)
+            if described.content_size != nbytes // itemsize or described.dict_id:
+                raise CheckpointError(f"{what}: a frame says it holds {described.content_size} bytes, "
+                                      f"not {nbytes // itemsize}")  # fmt: skip
+            plane = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise CheckpointError(f"{what}: a frame is damaged ({error})") from None
+        planes.append(np.frombuffer(plane, np.uint8))
+    join_planes(planes, out)
+    return out
+
+
+class ArchiveWriter:
+    """Write an archive, array by array.
+
+    Parameters
+    ----------
+    file : file
+        Opened for writing; what is written is also added to `digest`.
+    pipeline : Pipeline
+    kind : {"training", "inference"}
+    state : dict
+        Everything about the model but its arrays, JSON values.
+    entries : list of ArrayEntry
+        The arrays that will be added, in order.
+    extra : dict or None
+        The caller's own JSON object.
+    level : int
+        Of zstd, 1 to 22.
+
+    Raises
+    ------
+    ValueError
+        The header or `extra` is larger than a reader accepts.
+    """
+
+    def __init__(self, file, pipeline, kind, state, entries, extra, level):
+        self._file = file
+        self._pipeline = pipeline
+        self._entries = iter(entries)
+        self._level = level
+        text = None if extra is None else canonical(extra)
+        if text is not None and len(text) > EXTRA_LIMIT:
+            raise ValueError(f"extra is {len(text)} bytes of JSON, more than {EXTRA_LIMIT}")
+        header = canonical({
+            "arrays": [
+                {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "nbytes": entry.nbytes}
+                for entry in entries
+            ],
+            "chunk_elements": CHUNK_ELEMENTS,
+            "extra": None if text is None else {"nbytes": len(text)},
+            "kind": kind,
+            "schema": SCHEMA,
+            "state": state,
+        })  # fmt: skip
+        if len(header) > HEADER_LIMIT:
+            raise ValueError(f"the header is {len(header)} bytes of JSON, more than {HEADER_LIMIT}")
+        file.write(MAGIC + _SIZE.pack(len(header)) + header + hashlib.sha256(header).digest())
+        if text is not None:
+            self._section(np.frombuffer(text, np.uint8), 1)
+
+    def add(self, array):
+        """Write the next array.
+
+        Parameters
+        ----------
+        array : ndarray, C-contiguous
+            Of the type and shape that its entry says.
+        """
+        entry = next(self._entries, None)
+        if entry is None:
+            raise ValueError("there are more arrays than entries")
+        if array.dtype != np.dtype(entry.dtype) or array.shape != entry.shape:
+            raise ValueError(
+                f"{entry.name} must be {entry.dtype} of shape {entry.shape}, got {array.dtype.str} of {array.shape}"
+            )
+        self._section(as_bytes(array), entry.itemsize)
+
+    def finish(self):
+        """Write the end. Returns the hexadecimal SHA-256 of the whole file."""
+        missing = next(self._entries, None)
+        if missing is not None:
+            raise ValueError(f"array {missing.name} is missing")
+        file = self._file
+        file.write(END + _SIZE.pack(file.position + _TRAILER_BYTES))
+        file.write(file.digest.digest())
+        return file.digest.hexdigest()
+
+    def _section(self, data, itemsize):
+        digest = hashlib.sha256()
+        step = CHUNK_ELEMENTS * itemsize
+        # Copied, so that the digest and the frames agree even if somebody changes the array meanwhile.
+        chunks = (data[start : start + step].copy() for start in range(0, len(data), step))
+        jobs = ((chunk, itemsize, self._level) for chunk in self._pipeline.hashed(digest, chunks))
+        for frames in self._pipeline.map(_encode, jobs):
+            self._file.write(frames)
+        self._file.write(digest.digest())
+
+
+class ArchiveReader:
+    """Read an archive from front to back.
+
+    The header, every length and the end are checked before any array is read; arrays are then read in order, with
+    `parts`, and `finish` checks the digest of the whole file.
+
+    Parameters
+    ----------
+    file : HashingReader
+        At the start of the file.
+    pipeline : Pipeline
+
+    Attributes
+    ----------
+    kind : {"training", "inference"}
+    state : dict
+        Everything about the model but its arrays, unchecked.
+    entries : list of ArrayEntry
+    extra : dict or None
+    """
+
+    layout = "archive"
+
+    def __init__(self, file, pipeline):
+        self._file = file
+        self._pipeline = pipeline
+        header = self._read_header()
+        self.kind, self.state = header["kind"], header["state"]
+        self.entries = [
+            ArrayEntry.parse(found, f"array {i} of the header", with_digest=False)
+            for i, found in enumerate(header["arrays"])
+        ]
+        self._chunk_elements = header["chunk_elements"]
+        extra = header["extra"]
+        self._first = 0 if extra is None else 1
+        self._sections = self.entries
+        if extra is not None:
+            self._sections = [ArrayEntry.of("extra", "|i1", [extra["nbytes"]]), *self.entries]
+        self._spans = self._walk()
+        self.extra = None if extra is None else self._read_extra()
+
+    def _read_header(self):
+        file = self._file
+        magic = file.take(len(MAGIC), "the magic number")
+        if magic != MAGIC:
+            raise CheckpointError(f"archive version {magic[len(FAMILY)]} is not known, or the magic number is damaged")
+        (length,) = _SIZE.unpack(file.take(_SIZE.size, "the length of the header"))
+        if not 0 < length <= min(HEADER_LIMIT, file.size):
+            raise CheckpointError(f"the header's length is given as {length} bytes")
+        text = file.take(length, "the header")
+        if file.take(_DIGEST_BYTES, "the header's digest") != hashlib.sha256(text).digest():
+            raise CheckpointError("the header does not match its digest")
+        header = parse(text, "the header", HEADER_MARKS)
+        keys = {"arrays", "chunk_elements", "extra", "kind", "schema", "state"}
+        if not isinstance(header, dict) or set(header) != keys:
+            raise CheckpointError(f"the header must be an object with the keys {', '.join(sorted(keys))}")
+        if header["schema"] != SCHEMA:
+            raise CheckpointError(f"the header's schema is {header['schema']!r}, not {SCHEMA!r}")
+        if header["kind"] not in KINDS:
+            raise CheckpointError(f"the archive's kind is {header['kind']!r}, not one of {', '.join(KINDS)}")
+        if not isinstance(header["state"], dict) or not isinstance(header["arrays"], list):
+            raise CheckpointError("the header's state must be an object and its arrays a list")
+        elements = header["chunk_elements"]
+        if type(elements) is not int or not 1 <= elements <= CHUNK_ELEMENTS:
+            raise CheckpointError(f"chunk_elements is {elements!r}, not between 1 and {CHUNK_ELEMENTS}")
+        extra = header["extra"]
+        if extra is not None:
+            if not isinstance(extra, dict) or set(extra) != {"nbytes"} or type(extra["nbytes"]) is not int:
+                raise CheckpointError("the header's extra must be null or an object with the key nbytes")
+            if not 0 < extra["nbytes"] <= EXTRA_LIMIT:
+                raise CheckpointError(f"extra is {extra['nbytes']} bytes of JSON, not between 1 and {EXTRA_LIMIT}")
+        return header
+
+    def _chunks(self, entry):
+        """Sizes in bytes of the chunks of an array."""
+        step = self._chunk_elements * entry.itemsize
+        for start in range(0, entry.nbytes, step):
+            yield min(step, entry.nbytes - start)
+
+    def _walk(self):
+        """Follow the lengths through the file to its end; returns where each section starts and ends."""
+        file = self._file
+        position, size = file.position, file.size
+        spans = []
+        for entry in self._sections:
+            start = position
+            step = self._chunk_elements * entry.itemsize
+            frames = -(-entry.nbytes // step) * entry.itemsize
+            if frames * (_LENGTH.size + _FRAME_MIN) > size - position:
+                raise CheckpointError(
+                    f"array {entry.name} is said to be {entry.nbytes} bytes, but the file has only "
+                    f"{size - position} compressed bytes left for it"
+                )
+            for nbytes in self._chunks(entry):
+                for _ in range(entry.itemsize):
+                    length = _LENGTH.unpack(file.peek(_LENGTH.size, position, f"array {entry.name}"))[0]
+                    if not _FRAME_MIN <= length <= _frame_max(nbytes // entry.itemsize):
+                        raise CheckpointError(f"array {entry.name}: a frame's length is given as {length} bytes")
+                    position += _LENGTH.size + length
+            position += _DIGEST_BYTES
+            spans.append((start, position))
+        trailer = file.peek(_TRAILER_BYTES, position, "the end mark")
+        if not trailer.startswith(END):
+            raise CheckpointError("the end mark is missing")
+        (stated,) = _SIZE.unpack_from(trailer, len(END))
+        if not stated == position + _TRAILER_BYTES == size:
+            raise CheckpointError(
+                f"the content ends after {position + _TRAILER_BYTES} bytes and the end mark says {stated}, "
+                f"but the file has {size}"
+            )
+        return spans
+
+    def parts(self, entry, target=None):
+        """Read one array; arrays that were not asked for before it are passed over.
+
+        Parameters
+        ----------
+        entry : ArrayEntry
+            One of `entries`, later than those read so far.
+        target : ndarray of uint8 or None
+            Where the array's bytes go. None: into memory that lives as long as the part.
+
+        Yields
+        ------
+        ndarray of uint8
+            The next piece of the array's bytes.
+
+        Raises
+        ------
+        CheckpointError
+            A damaged frame, or bytes that do not match the digest.
+        """
+        yield from self._section(self._first + self.entries.index(entry), target)
+
+    def _section(self, index, target):
+        entry, (start, _) = self._sections[index], self._spans[index]
+        if self._file.position > start:
+            raise ValueError(f"array {entry.name} must be read before those that follow it")
+        self._pass_over(start)
+        what = f"array {entry.name}"
+
+        def jobs():
+            start = 0
+            for nbytes in self._chunks(entry):
+                frames = []
+                for _ in range(entry.itemsize):
+                    (length,) = _LENGTH.unpack(self._file.take(_LENGTH.size, what))
+                    if length > _frame_max(nbytes):
+                        raise CheckpointError(f"{what}: a frame's length is given as {length} bytes")
+                    frames.append(self._file.take(length, what))
+                out = np.empty(nbytes, np.uint8) if target is None else target[start : start + nbytes]
+                yield frames, nbytes, entry.itemsize, what, out
+                start += nbytes
+
+        digest = hashlib.sha256()
+        yield from self._pipeline.hashed(digest, self._pipeline.map(_decode, jobs()))
+        if self._file.take(_DIGEST_BYTES, f"the digest of {what}") != digest.digest():
+            raise CheckpointError(f"{what} does not match its digest")
+
+    def digests(self):
+        """Stated digests of the arrays as ``{name: hexadecimal}``, without reading the arrays."""
+        return {
+            entry.name: self._file.peek(_DIGEST_BYTES, end - _DIGEST_BYTES, f"the digest of array {entry.name}").hex()
+            for entry, (_, end) in zip(self.entries, self._spans[self._first :], strict=True)
+        }
+
+    def stored(self):
+        """Sizes of the arrays in the file as ``{name: bytes}``."""
+        return {
+            entry.name: end - start
+            for entry, (start, end) in zip(self.entries, self._spans[self._first :], strict=True)
+        }
+
+    def finish(self):
+        """Pass over what is left and check the digest of the whole file, which is returned."""
+        self._pass_over(self._file.size - _DIGEST_BYTES)
+        expected = self._file.digest.digest()
+        if self._file.take(_DIGEST_BYTES, "the file's digest") != expected:
+            raise CheckpointError("the file does not match its digest")
+        return self._file.digest.hexdigest()
+
+    def _pass_over(self, position):
+        while self._file.position < position:
+            self._file.take(min(1 << 20, position - self._file.position), "the arrays")
+
+    def _read_extra(self):
+        data = np.empty(self._sections[0].nbytes, np.uint8)
+        for _ in self._section(0, data):
+            pass
+        extra = parse(data.tobytes(), "extra", EXTRA_MARKS)
+        if not isinstance(extra, dict):
+            raise CheckpointError("extra is not a JSON object")
+        return extra

@@ -1,0 +1,129 @@
+"""The plain streamed archive, version 2: what the public GPU package of the same name writes, byte for byte."""
+
+import hashlib
+import struct
+
+import numpy as np
+
+from mojolearn.checkpoint._entries import TRAINING_ARRAYS, ArrayEntry, as_bytes
+from mojolearn.checkpoint._json import canonical, parse
+from mojolearn.errors import CheckpointError
+
+__all__ = ["MAGIC", "StreamReader", "write_stream"]
+
+MAGIC = b"MOJOLEARN-SAMBA\x02\n"
+SCHEMA = "mojolearn.samba-stream.v2"
+HEADER_LIMIT = 1 << 20
+HEADER_MARKS = 1 << 18
+
+_SIZE = struct.Struct("<Q")
+_DIGEST_BYTES = 32
+_PART = 1 << 20
+
+
+def write_stream(file, pipeline, state):
+    """Write a training state.
+
+    Parameters
+    ----------
+    file : HashingWriter
+    pipeline : Pipeline
+    state : dict
+        As ``SambaStack.state_dict()`` gives it, checked.
+
+    Returns
+    -------
+    str
+        Hexadecimal SHA-256 of the whole file.
+
+    Raises
+    ------
+    ValueError
+        The header is larger than a reader accepts.
+    """
+    arrays = {name: as_bytes(state[name]) for name in TRAINING_ARRAYS}
+    digests = pipeline.map(lambda data: hashlib.sha256(data).hexdigest(), ([data] for data in arrays.values()))
+    header = canonical({
+        "arrays": [
+            {"name": name, "dtype": dtype, "shape": [len(data) // 4], "nbytes": len(data), "sha256": digest}
+            for (name, dtype), data, digest in zip(TRAINING_ARRAYS.items(), arrays.values(), digests, strict=True)
+        ],
+        "schema": SCHEMA,
+        "state": {key: value for key, value in state.items() if key not in TRAINING_ARRAYS},
+    })  # fmt: skip
+    if len(header) > HEADER_LIMIT:
+        raise ValueError(f"the header is {len(header)} bytes of JSON, more than {HEADER_LIMIT}")
+    file.write(MAGIC + _SIZE.pack(len(header)) + header + hashlib.sha256(header).digest())
+    for data in arrays.values():
+        for start in range(0, len(data), _PART):
+            file.write(data[start : start + _PART])
+    return file.digest.hexdigest()
+
+
+class StreamReader:
+    """Read a plain streamed archive from front to back; the interface is that of `ArchiveReader`."""
+
+    layout = "v2"
+    kind = "training"
+    extra = None
+
+    def __init__(self, file, pipeline):
+        self._file = file
+        self._pipeline = pipeline
+        file.take(len(MAGIC), "the magic number")
+        (length,) = _SIZE.unpack(file.take(_SIZE.size, "the length of the header"))
+        if not 0 < length <= min(HEADER_LIMIT, file.size):
+            raise CheckpointError(f"the header's length is given as {length} bytes")
+        text = file.take(length, "the header")
+        if file.take(_DIGEST_BYTES, "the header's digest") != hashlib.sha256(text).digest():
+            raise CheckpointError("the header does not match its digest")
+        header = parse(text, "the header", HEADER_MARKS)
+        if not isinstance(header, dict) or set(header) != {"arrays", "schema", "state"}:
+            raise CheckpointError("the header must be an object with the keys arrays, schema, state")
+        if header["schema"] != SCHEMA:
+            raise CheckpointError(f"the header's schema is {header['schema']!r}, not {SCHEMA!r}")
+        if not isinstance(header["state"], dict) or not isinstance(header["arrays"], list):
+            raise CheckpointError("the header's state must be an object and its arrays a list")
+        self.state = header["state"]
+        self.entries = [
+            ArrayEntry.parse(found, f"array {i} of the header", with_digest=True)
+            for i, found in enumerate(header["arrays"])
+        ]
+        expected = file.position + sum(entry.nbytes for entry in self.entries)
+        if expected != file.size:
+            raise CheckpointError(f"the header describes a file of {expected} bytes, but it has {file.size}")
+        self._next = 0
+
+    def parts(self, entry, target=None):
+        """Read one array, after checking those before it that were not asked for."""
+        while self._next < self.entries.index(entry):
+            for _ in self.parts(self.entries[self._next]):
+                pass
+        self._next += 1
+
+        def pieces():
+            for start in range(0, entry.nbytes, _PART):
+                nbytes = min(_PART, entry.nbytes - start)
+                piece = np.empty(nbytes, np.uint8) if target is None else target[start : start + nbytes]
+                self._file.fill(piece, f"array {entry.name}")
+                yield piece
+
+        digest = hashlib.sha256()
+        yield from self._pipeline.hashed(digest, pieces())
+        if digest.hexdigest() != entry.sha256:
+            raise CheckpointError(f"array {entry.name} does not match its digest")
+
+    def digests(self):
+        """Stated digests of the arrays as ``{name: hexadecimal}``."""
+        return {entry.name: entry.sha256 for entry in self.entries}
+
+    def stored(self):
+        """Sizes of the arrays in the file as ``{name: bytes}``."""
+        return {entry.name: entry.nbytes for entry in self.entries}
+
+    def finish(self):
+        """Check the arrays that were not read. Returns the digest of the whole file."""
+        while self._next < len(self.entries):
+            for _ in self.parts(self.entries[self._next]):
+                pass
+        return self._file.digest.hexdigest()
