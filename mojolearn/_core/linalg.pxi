@@ -1,11 +1,11 @@
 """Matrix products in the profile's order, packed weights, and sums over tokens (numerics page, section 3).
 
-A product is cut in tiles of TILE_ROWS x TILE_COLUMNS outputs that live in registers for a whole block of the sum; the
-tile itself is in tile.h. Around it, from the inside out:
+A product is cut in tiles of TILE_ROWS x TILE_COLUMNS outputs that live in registers for one leaf of the sum; the tile
+itself is in tile.h. Around it, from the inside out:
 
-* A block of the sum (BLOCK_STEPS, a power of two of leaves, so that a block is a whole subtree of the fold) is done at
-  a time. The subtrees of one tile are merged by a second binary counter whose partial results lie in the thread's
-  scratch memory.
+* A few row panels take turns at one leaf of a column panel; the leaves are folded by a binary counter.
+* A block of the sum (a power of two of leaves, so that it is a whole subtree of the fold) is packed and done at a time.
+  The blocks are folded by a second counter whose partial results lie in the thread's scratch memory.
 * The operand with fewer rows (of the output) is packed once and shared by all threads. The other is cut in blocks of
   about PRIVATE_BYTES that a thread packs for itself just before use, so that they are still in its cache.
 * Threads take packing units and blocks from counters. A thread waits only for packing units that another thread has
@@ -13,9 +13,8 @@ tile itself is in tile.h. Around it, from the inside out:
 
 No order of work enters the result: every output walks its own sum.
 """
-from libc.math cimport fabsf
-from libc.stdint cimport uintptr_t
-from libc.string cimport memcpy
+from libc.stdint cimport INT32_MAX, int32_t, uintptr_t
+from libc.string cimport memcpy, memset
 
 from mojolearn._core._pool cimport parallel_run
 from mojolearn._core.simd cimport *
@@ -31,21 +30,28 @@ cdef extern from "tile.h" nogil:
         TILE_ROWS
         TILE_VECTORS
         TILE_COLUMNS
-    ctypedef struct TileSum:
-        Py_ssize_t steps, leaf
+    ctypedef struct Partial:
+        const float* data
+        Py_ssize_t stride
+    ctypedef struct Leaf:
+        Py_ssize_t steps
         const float* seed
-        const float** older
-        Py_ssize_t merges, older_offset, older_stride
-    void tile_run(Py_ssize_t rows, const float* a, const float* b, float* out, Py_ssize_t out_stride, const TileSum* sum)
-    void exact_tile_row(const float* x, Py_ssize_t x_step, const float* columns, float* out, Py_ssize_t row,
-                        const TileSum* sum)
+        const Partial* older
+        Py_ssize_t merges
+        float* out
+        Py_ssize_t out_stride
+    void tile_run(Py_ssize_t rows, const float* a, const float* b, const Leaf* leaf)
+    void exact_tile_row(const float* x, Py_ssize_t x_step, const float* columns, Py_ssize_t row, const Leaf* leaf)
     void transpose_block(const float* rows, Py_ssize_t stride, Py_ssize_t count, float* out, Py_ssize_t out_stride)
 
 cdef enum:
     LEAF = 128
     MOST_LEAVES = 1024
+    BLOCK_LEAVES = 16
     BLOCK_STEPS = 2048
-    BLOCK_LEVELS = 24                  # of the second counter: blocks of one sum, at most 2**23
+    LEAF_LEVELS = 4                    # of the counter inside a block
+    FOLD_LEVELS = 40                   # of all counters together
+    GROUP = 4                          # row panels that take turns at a leaf of a column panel
     PACK_UNITS = 4                     # panels packed at a time
     PRIVATE_BYTES = 900 << 10          # less than half of a 2 MiB second-level cache
     SHARED_BYTES = 32 << 20            # the shared operand is done in slices of at most this size
@@ -223,61 +229,145 @@ cdef void pack_column_panels(const Product* job, Py_ssize_t first, Py_ssize_t la
         p += count
 
 
-cdef float largest(const float* data, Py_ssize_t step, Py_ssize_t width, Py_ssize_t steps, float* by_lane) noexcept nogil:
-    """Largest magnitude in ``steps`` groups of ``width`` floats, NaN apart; ``by_lane`` gets those of each position
-    modulo vlanes."""
-    cdef vf found = vzero(), x
+cdef int32_t largest(const float* data, Py_ssize_t step, Py_ssize_t width, Py_ssize_t steps, int32_t* by_lane) noexcept nogil:
+    """Bits of the largest magnitude in ``steps`` groups of ``width`` floats; ``by_lane`` gets those of each position
+    modulo vlanes. (NaN counts as larger than infinity.)"""
+    cdef vi even = viset(0), odd = viset(0), magnitude = viset(INT32_MAX)
     cdef Py_ssize_t p, i
-    cdef float result = 0
-    for p in range(steps):
+    cdef int32_t result = 0
+    for p in range(0, steps):
         i = 0
         while i < width:
-            x = vabs(vload(data + i))
-            found = vmax(x, found)
+            even = vimax(even, viand(vasint(vload(data + i)), magnitude))
             i += vlanes
+        even, odd = odd, even
         data += step
-    vstore(by_lane, found)
+    vistore(by_lane, vimax(even, odd))
     for i in range(vlanes):
         result = max(result, by_lane[i])
     return result
 
 
-cdef void redo_tile(Py_ssize_t rows, const float* a, const float* b, float* out, Py_ssize_t out_stride,
-                    const TileSum* sum) noexcept nogil:
+cdef inline float from_bits(int32_t bits) noexcept nogil:
+    cdef float x
+    memcpy(&x, &bits, 4)
+    return x
+
+
+cdef void redo_tile(Py_ssize_t rows, const float* a, const float* b, const Leaf* leaf) noexcept nogil:
     """A tile in which something underflowed, again and exactly."""
-    cdef float by_row[vlanes]
-    cdef float by_column[vlanes]
-    cdef double column_bound = largest(b, PANEL, TILE_COLUMNS, sum.steps, by_column)
+    cdef int32_t by_row[vlanes]
+    cdef int32_t by_column[vlanes]
+    cdef double column_bound = from_bits(largest(b, PANEL, TILE_COLUMNS, leaf.steps, by_column))
     cdef Py_ssize_t r
-    largest(a, rows, rows, sum.steps, by_row)
+    largest(a, rows, rows, leaf.steps, by_row)
     for r in range(rows):
         # Where every product is below 2^-127 the whole chain is zeros, which the hardware has flushed rightly.
-        if sum.seed != NULL or not by_row[r] * column_bound < 5.877471754111438e-39:
-            exact_tile_row(a + r, rows, b, out + r * out_stride, r, sum)
+        if leaf.seed != NULL or not from_bits(by_row[r]) * column_bound < 5.877471754111438e-39:
+            exact_tile_row(a + r, rows, b, r, leaf)
 
 
-cdef inline void compute_tile(const Product* job, Py_ssize_t rows, const float* a, const float* b, float* out,
-                              Py_ssize_t out_stride, Py_ssize_t columns, bint overwrites, TileSum* sum) noexcept nogil:
-    """One tile into ``out``. ``overwrites``: ``out`` is one of the inputs that a second computation needs."""
-    cdef float scratch[TILE_ROWS * TILE_COLUMNS]
-    cdef float start[TILE_ROWS * TILE_COLUMNS]
-    cdef float* target = out
-    cdef Py_ssize_t stride = out_stride, r
-    cdef bint aside = overwrites or job.seeded or columns < TILE_COLUMNS
-    if aside:
-        target = scratch
-        stride = TILE_COLUMNS
+cdef inline void compute_tile(const Product* job, Py_ssize_t rows, const float* a, const float* b, Leaf* leaf) noexcept nogil:
+    """One leaf of one tile."""
+    tile_run(rows, a, b, leaf)
+    if job.checked and fp_underflowed():
+        redo_tile(rows, a, b, leaf)
+        fp_fast()
+
+
+cdef void compute_edge_tile(const Product* job, Py_ssize_t rows, const float* a, const float* b, Py_ssize_t columns,
+                            Leaf* leaf) noexcept nogil:
+    """The last leaf of a tile that has fewer columns than a full one, or that goes on from the values in the output."""
+    cdef float out[TILE_ROWS * TILE_COLUMNS]
+    cdef float seed[TILE_ROWS * TILE_COLUMNS]
+    cdef float* target = leaf.out
+    cdef Py_ssize_t r
     if job.seeded:
         for r in range(rows):
-            memcpy(start + r * TILE_COLUMNS, out + r * out_stride, 4 * columns)
-        sum.seed = start
-    tile_run(rows, a, b, target, stride, sum)
-    if job.checked and fp_underflowed():
-        redo_tile(rows, a, b, target, stride, sum)
-        fp_fast()
-    if aside:
-        for r in range(rows):
-            memcpy(out + r * out_stride, scratch + r * TILE_COLUMNS, 4 * columns)
+            memcpy(seed + r * TILE_COLUMNS, target + r * leaf.out_stride, 4 * columns)
+            memset(seed + r * TILE_COLUMNS + columns, 0, 4 * (TILE_COLUMNS - columns))
+        leaf.seed = seed
+    cdef Py_ssize_t stride = leaf.out_stride
+    leaf.out = out
+    leaf.out_stride = TILE_COLUMNS
+    compute_tile(job, rows, a, b, leaf)
+    for r in range(rows):
+        memcpy(target + r * stride, out + r * TILE_COLUMNS, 4 * columns)
+
+
+cdef inline Py_ssize_t merged_levels(Py_ssize_t index, bint last, Py_ssize_t* levels) noexcept nogil:
+    """The binary counter of the fold. After subtree ``index`` the subtrees that wait are the bits of index; the new one
+    is merged with the run of lowest set bits, the last one with all. Returns how many; ``levels`` gets which, the
+    newest first. Unless it is the last, the result then waits at the level that has this number."""
+    cdef Py_ssize_t count = 0, level = 0
+    while index and (last or index & 1):
+        if index & 1:
+            levels[count] = level
+            count += 1
+        index >>= 1
+        level += 1
+    return count
+
+
+# A block of the sum, as a group of row panels sees it.
+cdef struct Block:
+    Py_ssize_t steps
+    bint last
+    Py_ssize_t merges                  # with earlier blocks
+    Py_ssize_t levels[FOLD_LEVELS]
+    float* partial                     # results of earlier blocks, a level after the other: the outputs from
+    Py_ssize_t row0, column0           # here on
+    Py_ssize_t stride, level_floats
+
+
+cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t first, Py_ssize_t last, Py_ssize_t column,
+                         const float* a, const float* b) noexcept nogil:
+    """Row panels [first, last), at most GROUP, times TILE_COLUMNS columns, over one block of the sum.
+
+    Leaf by leaf, so that a leaf of the column panel stays in the nearest cache while the row panels take their turn.
+    """
+    cdef float waiting[LEAF_LEVELS][GROUP][TILE_ROWS * TILE_COLUMNS]
+    cdef Partial older[FOLD_LEVELS]
+    cdef Py_ssize_t levels[FOLD_LEVELS]
+    cdef Py_ssize_t leaves = ceil_div(block.steps, job.leaf), columns = min(job.n - column, <Py_ssize_t> TILE_COLUMNS)
+    cdef Py_ssize_t t, i, r, row, rows, merges
+    cdef bint ends
+    cdef Leaf leaf
+    for t in range(leaves):
+        ends = t == leaves - 1
+        leaf.steps = min(job.leaf, block.steps - t * job.leaf)
+        merges = merged_levels(t, ends, levels)
+        for i in range(first, last):
+            row = first_row(job, i)
+            rows = panel_rows(job, i)
+            leaf.seed = NULL
+            leaf.older = older
+            leaf.merges = merges
+            for r in range(merges):
+                older[r].data = waiting[levels[r]][i - first]
+                older[r].stride = TILE_COLUMNS
+            if not ends:
+                leaf.out = waiting[merges][i - first]
+                leaf.out_stride = TILE_COLUMNS
+                compute_tile(job, rows, a + (i - first) * job.row_stride + t * job.leaf * rows, b + t * job.leaf * PANEL, &leaf)
+                continue
+            for r in range(block.merges):
+                older[merges + r].data = (block.partial + block.levels[r] * block.level_floats
+                                          + (row - block.row0) * block.stride + column - block.column0)
+                older[merges + r].stride = block.stride
+            leaf.merges = merges + block.merges
+            if block.last:
+                leaf.out = job.out + row * job.out_stride + column
+                leaf.out_stride = job.out_stride
+            else:
+                leaf.out = (block.partial + block.merges * block.level_floats
+                            + (row - block.row0) * block.stride + column - block.column0)
+                leaf.out_stride = block.stride
+            if block.last and (columns < TILE_COLUMNS or job.seeded):
+                compute_edge_tile(job, rows, a + (i - first) * job.row_stride + t * job.leaf * rows,
+                                  b + t * job.leaf * PANEL, columns, &leaf)
+            else:
+                compute_tile(job, rows, a + (i - first) * job.row_stride + t * job.leaf * rows, b + t * job.leaf * PANEL, &leaf)
 
 
 cdef void pack_shared(Product* job) noexcept nogil:
@@ -304,87 +394,52 @@ cdef void pack_shared(Product* job) noexcept nogil:
         cpu_relax()
 
 
-cdef inline void place_tiles(const Product* job, Py_ssize_t row_panel, Py_ssize_t column_panel, const float* a,
-                             const float* b, float* partial, Py_ssize_t row0, Py_ssize_t column0, bint last_block,
-                             TileSum* total) noexcept nogil:
-    """A row panel times a column panel, into the output or, before the last block of the sum, into the partial results
-    of the part, which begins at (row0, column0)."""
-    cdef Py_ssize_t row = first_row(job, row_panel), rows = panel_rows(job, row_panel)
-    cdef Py_ssize_t column = column_panel * PANEL, end = min(column + PANEL, job.n)
-    while column < end:
-        total.older_offset = (row - row0) * total.older_stride + column - column0
-        if last_block:
-            compute_tile(job, rows, a, b, job.out + row * job.out_stride + column, job.out_stride,
-                         min(job.n - column, <Py_ssize_t> TILE_COLUMNS), False, total)
-        else:
-            compute_tile(job, rows, a, b, partial + total.older_offset, total.older_stride, TILE_COLUMNS,
-                         total.merges > 0, total)
-        column += TILE_COLUMNS
-        b += TILE_COLUMNS
-
-
 cdef void multiply_part(const Product* job, Py_ssize_t part, float* packed) noexcept nogil:
     """All outputs of one part of the private operand. ``packed`` is this thread's scratch memory."""
     cdef Py_ssize_t panels = job.row_panels if job.rows_private else job.column_panels
     cdef Py_ssize_t first = part * job.part_panels, last = min(first + job.part_panels, panels)
-    cdef Py_ssize_t row0 = 0, row1 = job.m, column0 = 0, column1 = job.n
     cdef Py_ssize_t i0 = 0, i1 = job.row_panels, j0 = 0, j1 = job.column_panels
+    cdef Py_ssize_t index, start, i, j, column
+    cdef const float* a
+    cdef const float* b
+    cdef const float* a_panels
+    cdef const float* b_panels
+    cdef Block block
     if job.rows_private:
         i0 = first
         i1 = last
-        row0 = first_row(job, first)
-        row1 = first_row(job, last)
     else:
         j0 = first
         j1 = last
-        column0 = first * PANEL
-        column1 = min(last * PANEL, job.n)
-    cdef Py_ssize_t partial_stride = (j1 - j0) * PANEL
-    cdef Py_ssize_t partial_size = (row1 - row0) * partial_stride
-    cdef float* partial = packed + job.private_floats
-    cdef const float* older[BLOCK_LEVELS]
-    cdef Py_ssize_t counts[BLOCK_LEVELS]
-    cdef Py_ssize_t depth = 0, count, block, start, steps, i, j
-    cdef Py_ssize_t shared_panels = job.column_panels if job.rows_private else job.row_panels
-    cdef const float* shared
-    cdef float* out
-    cdef bint last_block
-    cdef TileSum total
-    total.leaf = job.leaf
-    total.seed = NULL
-    total.older = older
-    total.older_stride = partial_stride
-    for block in range(job.blocks):
-        start = block * job.block_steps
-        steps = min(job.block_steps, job.steps - start)
-        last_block = block == job.blocks - 1
-        count = 1
-        total.steps = steps
-        total.merges = 0
-        while depth and (last_block or counts[depth - 1] == count):
-            depth -= 1
-            older[total.merges] = partial + depth * partial_size
-            total.merges += 1
-            count *= 2
-        out = partial + depth * partial_size
-        if not last_block:
-            counts[depth] = count
-            depth += 1
+    block.partial = packed + job.private_floats
+    block.row0 = first_row(job, i0)
+    block.column0 = j0 * PANEL
+    block.stride = (j1 - j0) * PANEL
+    block.level_floats = (first_row(job, i1) - block.row0) * block.stride
+    for index in range(job.blocks):
+        start = index * job.block_steps
+        block.steps = min(job.block_steps, job.steps - start)
+        block.last = index == job.blocks - 1
+        block.merges = merged_levels(index, block.last, block.levels)
         if job.rows_private:
-            pack_row_panels(job, first, last, start, steps, packed)
+            pack_row_panels(job, first, last, start, block.steps, packed)
+            a_panels = packed
+            b_panels = job.shared + index * job.column_panels * job.column_stride
         else:
-            pack_column_panels(job, first, last, start, steps, packed)
-        shared = job.shared + block * shared_panels * (job.column_stride if job.rows_private else job.row_stride)
-        if job.rows_private:
+            pack_column_panels(job, first, last, start, block.steps, packed)
+            a_panels = job.shared + index * job.row_panels * job.row_stride
+            b_panels = packed
+        i = i0
+        while i < i1:
+            a = a_panels + (i - i0) * job.row_stride
             for j in range(j0, j1):
-                for i in range(i0, i1):
-                    place_tiles(job, i, j, packed + (i - i0) * job.row_stride, shared + j * job.column_stride, out, row0,
-                                column0, last_block, &total)
-        else:
-            for i in range(i0, i1):
-                for j in range(j0, j1):
-                    place_tiles(job, i, j, shared + i * job.row_stride, packed + (j - j0) * job.column_stride, out, row0,
-                                column0, last_block, &total)
+                b = b_panels + (j - j0) * job.column_stride
+                column = j * PANEL
+                while column < min((j + 1) * PANEL, job.n):
+                    multiply_group(job, &block, i, min(i + GROUP, i1), column, a, b)
+                    column += TILE_COLUMNS
+                    b += TILE_COLUMNS
+            i += GROUP
 
 
 cdef void multiply_job(void* arg, int thread) noexcept nogil:
@@ -406,7 +461,7 @@ cdef Py_ssize_t plan(Product* job, int threads) noexcept nogil:
     """Fill in the cutting of the product; return the floats of scratch memory that it needs."""
     cdef Py_ssize_t block, panels, width, stride, share, parts, blocks
     job.block_steps = job.leaf
-    while job.block_steps * 2 <= BLOCK_STEPS and job.block_steps < 16 * job.leaf:
+    while job.block_steps * 2 <= BLOCK_STEPS and job.block_steps < BLOCK_LEAVES * job.leaf:
         job.block_steps *= 2
     job.blocks = ceil_div(job.steps, job.block_steps)
     block = min(job.steps, job.block_steps)
@@ -539,7 +594,6 @@ def gemm_tn(const float[:, :] a, const float[:, :] b, float[:, :] out, int threa
 
 cdef enum:
     SUM_VECTORS = 4
-    FOLD_LEVELS = 12
     MERGE_FLOATS = 1 << 14
 
 cdef struct ColumnSum:

@@ -93,6 +93,26 @@ MOJO_INLINE vi vgt(vf a, vf b) { return a > b; }
 MOJO_INLINE vi vge(vf a, vf b) { return a >= b; }
 MOJO_INLINE vi veq(vf a, vf b) { return a == b; }
 MOJO_INLINE vf vselect(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+MOJO_INLINE vi vimin(vi a, vi b) {
+#if MOJO_ISA == 3
+    return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b);
+#elif MOJO_ISA == 2
+    return (vi)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#else
+    vi less = a < b;
+    return (less & a) | (~less & b);
+#endif
+}
+MOJO_INLINE vi vimax(vi a, vi b) {
+#if MOJO_ISA == 3
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif MOJO_ISA == 2
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    vi more = a > b;
+    return (more & a) | (~more & b);
+#endif
+}
 MOJO_INLINE vi viselect(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }
 MOJO_INLINE vi vilanes(void) {
     vi x;

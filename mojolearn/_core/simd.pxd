@@ -38,6 +38,8 @@ cdef extern from "simd.h" nogil:
     vi vieq(vi a, vi b)
     vi vigt(vi a, vi b)
     vi vilanes()
+    vi vimin(vi a, vi b)
+    vi vimax(vi a, vi b)
     vi vlt(vf a, vf b)
     vi vle(vf a, vf b)
     vi vgt(vf a, vf b)

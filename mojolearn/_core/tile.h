@@ -34,15 +34,20 @@
 #endif
 #define TILE_COLUMNS (W * TILE_VECTORS)
 
-/* At most 1024 leaves are folded, so eleven partial sums wait at a time. */
-#define FOLD_LEVELS 12
+/* One leaf of the sums of a tile, and what is added in front of it. */
+typedef struct {
+    const float *data;
+    ptrdiff_t stride;
+} Partial;
 
 typedef struct {
-    ptrdiff_t steps, leaf;     /* length of the sums, and of one leaf */
-    const float *seed;         /* NULL, or [rows][TILE_COLUMNS] to start from (then there is one leaf) */
-    const float *const *older; /* `merges` earlier subtrees of the same outputs, newest first, to be added in front */
-    ptrdiff_t merges, older_offset, older_stride;
-} TileSum;
+    ptrdiff_t steps;
+    const float *seed;    /* NULL, or [rows][TILE_COLUMNS] that the chains go on from */
+    const Partial *older; /* earlier subtrees of the same outputs, the newest first */
+    ptrdiff_t merges;
+    float *out; /* none of the above */
+    ptrdiff_t out_stride;
+} Leaf;
 
 /* ---- one row, exactly, in spite of underflow -------------------------------------------------------------------- */
 #define PANEL_FLOAT32 0
@@ -90,15 +95,15 @@ MOJO_NOINLINE void gradual_step(const vf *x, const vf *w, vf *sum, ptrdiff_t vec
 
 MOJO_INLINE void exact_step(const int vectors, float x, const vf *w, vf *sum) {
     vf factor = vset(x), scaled = vmul(factor, vset(0x1p64f)), next[PANEL_VECTORS];
-    vi doubtful = viset(0);
+    vi nearest = viset(INT32_MAX); /* zero where a result is next to the border */
 #pragma GCC unroll 8
     for (int q = 0; q < vectors; q++) {
         next[q] = vfma(factor, w[q], sum[q]);
         /* Infinite where an operand is 2^64 or more: no such sum ends near the border, both terms are too coarse. */
         vf wide = vfma(scaled, w[q], vmul(sum[q], vset(0x1p64f)));
-        doubtful = vior(doubtful, vieq(viand(vasint(wide), viset(INT32_MAX)), viset(BELOW_BORDER)));
+        nearest = vimin(nearest, vixor(viand(vasint(wide), viset(INT32_MAX)), viset(BELOW_BORDER)));
     }
-    if (vany(doubtful)) {
+    if (vany(vieq(nearest, viset(0)))) {
 #pragma GCC unroll 8
         for (int q = 0; q < vectors; q++) next[q] = sum[q];
         gradual_step(&factor, w, next, vectors);
@@ -107,106 +112,66 @@ MOJO_INLINE void exact_step(const int vectors, float x, const vf *w, vf *sum) {
     for (int q = 0; q < vectors; q++) sum[q] = next[q];
 }
 
-/* One row of x (elements x_step apart) times a packed panel (format >= 0) or times `vectors` vectors of columns of a
- * float32 panel that begins at `panel`. */
+/* Row `row` of a tile: x has its elements x_step apart; `panel` begins with the first of the columns. */
 MOJO_INLINE void exact_row_body(const int format, const int vectors, const float *x, ptrdiff_t x_step,
-                                const char *panel, const float *scales, float *out, ptrdiff_t row, const TileSum *sum) {
-    vf stack[FOLD_LEVELS][PANEL_VECTORS], acc[PANEL_VECTORS], w[PANEL_VECTORS];
-    ptrdiff_t counts[FOLD_LEVELS], depth = 0, start = 0;
-    for (;;) {
-        ptrdiff_t end = sum->steps - start < sum->leaf ? sum->steps : start + sum->leaf, count = 1;
-        for (int q = 0; q < vectors; q++)
-            acc[q] = sum->seed ? vload(sum->seed + row * TILE_COLUMNS + q * W) : vzero();
-        for (ptrdiff_t p = start; p < end; p++) {
-            if (format == PANEL_FLOAT32)
-                for (int q = 0; q < vectors; q++) w[q] = vload((const float *)panel + p * PANEL + q * W);
-            else
-                panel_load(format, panel, scales, p, w);
-            exact_step(vectors, x[p * x_step], w, acc);
-        }
-        int last = end == sum->steps;
-        while (depth && (last || counts[depth - 1] == count)) {
-            depth--;
-            for (int q = 0; q < vectors; q++) acc[q] = vadd(stack[depth][q], acc[q]);
-            count *= 2;
-        }
-        if (last) break;
-        for (int q = 0; q < vectors; q++) stack[depth][q] = acc[q];
-        counts[depth++] = count;
-        start = end;
+                                const char *panel, const float *scales, ptrdiff_t first, ptrdiff_t row,
+                                const Leaf *leaf) {
+    vf acc[PANEL_VECTORS], w[PANEL_VECTORS];
+    for (int q = 0; q < vectors; q++)
+        acc[q] = leaf->seed ? vload(leaf->seed + row * TILE_COLUMNS + q * W) : vzero();
+    for (ptrdiff_t p = 0; p < leaf->steps; p++) {
+        if (format == PANEL_FLOAT32)
+            for (int q = 0; q < vectors; q++) w[q] = vload((const float *)panel + (first + p) * PANEL + q * W);
+        else
+            panel_load(format, panel, scales, first + p, w);
+        exact_step(vectors, x[p * x_step], w, acc);
     }
-    for (ptrdiff_t i = 0; i < sum->merges; i++)
+    for (ptrdiff_t i = 0; i < leaf->merges; i++)
         for (int q = 0; q < vectors; q++)
-            acc[q] = vadd(vload(sum->older[i] + sum->older_offset + row * sum->older_stride + q * W), acc[q]);
-    for (int q = 0; q < vectors; q++) vstore(out + q * W, acc[q]);
+            acc[q] = vadd(vload(leaf->older[i].data + row * leaf->older[i].stride + q * W), acc[q]);
+    for (int q = 0; q < vectors; q++) vstore(leaf->out + row * leaf->out_stride + q * W, acc[q]);
 }
 
-MOJO_NOINLINE void exact_tile_row(const float *x, ptrdiff_t x_step, const float *columns, float *out, ptrdiff_t row,
-                                  const TileSum *sum) {
-    exact_row_body(PANEL_FLOAT32, TILE_VECTORS, x, x_step, (const char *)columns, NULL, out, row, sum);
-}
-
-MOJO_NOINLINE void exact_panel_row(int format, const float *x, const char *panel, const float *scales, float *out,
-                                   const TileSum *sum) {
-    if (format == PANEL_FLOAT32) exact_row_body(PANEL_FLOAT32, PANEL_VECTORS, x, 1, panel, scales, out, 0, sum);
-    else if (format == PANEL_BFLOAT16) exact_row_body(PANEL_BFLOAT16, PANEL_VECTORS, x, 1, panel, scales, out, 0, sum);
-    else exact_row_body(PANEL_INT8, PANEL_VECTORS, x, 1, panel, scales, out, 0, sum);
+MOJO_NOINLINE void exact_tile_row(const float *x, ptrdiff_t x_step, const float *columns, ptrdiff_t row,
+                                  const Leaf *leaf) {
+    exact_row_body(PANEL_FLOAT32, TILE_VECTORS, x, x_step, (const char *)columns, NULL, 0, row, leaf);
 }
 
 /* ---- the tile of the products of many rows ------------------------------------------------------------------------ */
-MOJO_INLINE void tile_body(const int rows, const float *a, const float *b, float *out, ptrdiff_t out_stride,
-                           const TileSum *sum) {
-    vf stack[FOLD_LEVELS][TILE_ROWS][TILE_VECTORS], acc[TILE_ROWS][TILE_VECTORS];
-    ptrdiff_t counts[FOLD_LEVELS], depth = 0, left = sum->steps;
-    for (;;) {
-        ptrdiff_t steps = left < sum->leaf ? left : sum->leaf, count = 1;
-        if (sum->seed) {
-            for (int r = 0; r < rows; r++)
-                for (int q = 0; q < TILE_VECTORS; q++) acc[r][q] = vload(sum->seed + r * TILE_COLUMNS + q * W);
-        } else {
-            for (int r = 0; r < rows; r++)
-                for (int q = 0; q < TILE_VECTORS; q++) acc[r][q] = vzero();
-        }
+/* Every loop over the accumulators is unrolled, or they would live in memory. */
+#define FOR_TILE(rows, r, q)                                 \
+    _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) \
+        _Pragma("GCC unroll 4") for (int q = 0; q < TILE_VECTORS; q++)
+
+MOJO_INLINE void tile_body(const int rows, const float *a, const float *b, const Leaf *leaf) {
+    vf acc[TILE_ROWS][TILE_VECTORS];
+    FOR_TILE(rows, r, q) acc[r][q] = vzero();
+    if (leaf->seed) {
+        FOR_TILE(rows, r, q) acc[r][q] = vload(leaf->seed + r * TILE_COLUMNS + q * W);
+    }
 #pragma GCC unroll 1
-        for (ptrdiff_t p = 0; p < steps; p++) {
-            vf columns[TILE_VECTORS];
-            for (int q = 0; q < TILE_VECTORS; q++) columns[q] = vload(b + q * W);
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                vf x = vset(a[r]);
+    for (ptrdiff_t p = leaf->steps; p > 0; p--) {
+        vf columns[TILE_VECTORS];
 #pragma GCC unroll 4
-                for (int q = 0; q < TILE_VECTORS; q++) acc[r][q] = vfma(x, columns[q], acc[r][q]);
-            }
-            a += rows;
-            b += PANEL;
-        }
-        left -= steps;
-        while (depth && (left == 0 || counts[depth - 1] == count)) {
-            depth--;
-            for (int r = 0; r < rows; r++)
-                for (int q = 0; q < TILE_VECTORS; q++) acc[r][q] = vadd(stack[depth][r][q], acc[r][q]);
-            count *= 2;
-        }
-        if (left == 0) break;
-        for (int r = 0; r < rows; r++)
-            for (int q = 0; q < TILE_VECTORS; q++) stack[depth][r][q] = acc[r][q];
-        counts[depth++] = count;
+        for (int q = 0; q < TILE_VECTORS; q++) columns[q] = vload(b + q * W);
+        FOR_TILE(rows, r, q) acc[r][q] = vfma(vset(a[r]), columns[q], acc[r][q]);
+        a += rows;
+        b += PANEL;
     }
-    for (ptrdiff_t i = 0; i < sum->merges; i++) {
-        const float *older = sum->older[i] + sum->older_offset;
-        for (int r = 0; r < rows; r++)
-            for (int q = 0; q < TILE_VECTORS; q++)
-                acc[r][q] = vadd(vload(older + r * sum->older_stride + q * W), acc[r][q]);
+#pragma GCC unroll 1
+    for (ptrdiff_t i = 0; i < leaf->merges; i++) {
+        const float *older = leaf->older[i].data;
+        ptrdiff_t stride = leaf->older[i].stride;
+        FOR_TILE(rows, r, q) acc[r][q] = vadd(vload(older + r * stride + q * W), acc[r][q]);
     }
-    for (int r = 0; r < rows; r++)
-        for (int q = 0; q < TILE_VECTORS; q++) vstore(out + r * out_stride + q * W, acc[r][q]);
+    float *out = leaf->out;
+    ptrdiff_t stride = leaf->out_stride;
+    FOR_TILE(rows, r, q) vstore(out + r * stride + q * W, acc[r][q]);
 }
 
-typedef void (*TileKernel)(const float *, const float *, float *, ptrdiff_t, const TileSum *);
-#define MOJO_TILE(rows)                                                                                          \
-    MOJO_NOINLINE void tile_##rows(const float *a, const float *b, float *out, ptrdiff_t stride, const TileSum *s) { \
-        tile_body(rows, a, b, out, stride, s);                                                                   \
-    }
+typedef void (*TileKernel)(const float *, const float *, const Leaf *);
+#define MOJO_TILE(rows) \
+    MOJO_NOINLINE void tile_##rows(const float *a, const float *b, const Leaf *leaf) { tile_body(rows, a, b, leaf); }
 MOJO_TILE(1)
 MOJO_TILE(2)
 #if TILE_ROWS > 2
@@ -240,9 +205,8 @@ static const TileKernel tile_kernels[TILE_ROWS + 1] = {
 #endif
 };
 
-MOJO_INLINE void tile_run(ptrdiff_t rows, const float *a, const float *b, float *out, ptrdiff_t out_stride,
-                          const TileSum *sum) {
-    tile_kernels[rows](a, b, out, out_stride, sum);
+MOJO_INLINE void tile_run(ptrdiff_t rows, const float *a, const float *b, const Leaf *leaf) {
+    tile_kernels[rows](a, b, leaf);
 }
 
 /* ---- packing ------------------------------------------------------------------------------------------------------ */
