@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from mojolearn import lowbit
+from mojolearn import checkpoint, lowbit
 from mojolearn._arrays import as_float32, describe
 from mojolearn._core import linalg
 from mojolearn._numerics import MODE_NAMES, mode_index
 from mojolearn.config import SambaConfig
+from mojolearn.errors import CheckpointError
 from mojolearn.model import SambaModel
 
 __all__ = ["SambaInference"]
@@ -101,6 +102,60 @@ class SambaInference(SambaModel):
         self._weights = bound
         self._bind(config, mode, bound)
 
+    @classmethod
+    def from_checkpoint(cls, path, *, numeric_mode=None):
+        """Build from a `SambaStack.save_checkpoint` file or an exported archive; the layout is found from the content.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Checkpoint file. Optimizer, schedule and random state of a training checkpoint are checked and dropped.
+        numeric_mode : {"identical", "deterministic", "fast"} or None, default None
+            None uses the mode stored in the file, or the library default when it stores none.
+
+        Returns
+        -------
+        SambaInference
+
+        Raises
+        ------
+        CheckpointError
+            The file is damaged, or its weights do not fit its configuration.
+        """
+        if numeric_mode is not None:
+            mode_index(numeric_mode)
+        with checkpoint.WeightsReader(path) as reader:
+            config = SambaConfig.from_dict(reader.config)
+            mode = mode_index(numeric_mode or reader.numeric_mode)
+            model = cls.__new__(cls)
+            try:
+                model._load(config, _lowbit_tensors(reader), mode)
+            except CheckpointError:
+                raise
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(f"{path}: {error}") from error
+        return model
+
+    @classmethod
+    def from_safetensors(cls, path, *, numeric_mode=None):
+        """Build from a safetensors file written by `mojolearn export` or by other software.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file; see `mojolearn.interop` for the names and metadata it must have.
+        numeric_mode : {"identical", "deterministic", "fast"} or None, default None
+            None uses the library default.
+
+        Returns
+        -------
+        SambaInference
+        """
+        from mojolearn.interop import load_safetensors
+
+        config, weights = load_safetensors(path)
+        return cls(config, weights, numeric_mode=numeric_mode)
+
     def __repr__(self):
         return (
             f"<SambaInference: {self.config.num_parameters:,} parameters in {len(self.config.layers)} layers, "
@@ -140,6 +195,17 @@ class SambaInference(SambaModel):
         other.weight_format, other._weights = self.weight_format, self._weights
         other._bind(self.config, self._mode, self._weights)
         return other
+
+
+def _lowbit_tensors(reader):
+    """(name, tensor) pairs of a file, packed ones as `mojolearn.lowbit` weights."""
+    for name, tensor in reader:
+        if isinstance(tensor, tuple):
+            yield name, lowbit.Int8Weight(*tensor)
+        elif tensor.dtype == np.uint16:
+            yield name, lowbit.BF16Weight(tensor)
+        else:
+            yield name, tensor
 
 
 def check_names(config, weights, name="weights"):

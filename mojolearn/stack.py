@@ -326,7 +326,7 @@ class SambaStack(SambaModel):
         return ids, targets
 
     def _peek_stream(self):
-        stream = self.generator.state_dict()["counter"]
+        stream = self.generator.counter
         if stream >= _MAX_STREAMS:
             raise RandomStreamError("the generator has no stream left for the dropout mask (2**32 were drawn)")
         return stream
@@ -401,8 +401,7 @@ class SambaStack(SambaModel):
             return
         rate = self.config.dropout
         scale = float(np.float32(1.0 / (1.0 - rate)))
-        seed = self.generator.state_dict()["seed"]
-        kernels.dropout(x, x, rate, scale, seed, stream, element_offset, ctx.threads)
+        kernels.dropout(x, x, rate, scale, self.generator.seed, stream, element_offset, ctx.threads)
 
     def _head_backward(self, ctx, x, targets, divisor, losses, dx, sink):
         """Final norm, head and loss of `x` (T, D) and their backward passes into `dx` (T, D).
@@ -446,7 +445,14 @@ class SambaStack(SambaModel):
         """
         with self._lock:
             optimizer = self.optimizer
-            moments = optimizer.state_dict() if _copy_arrays else vars(optimizer)
+            arrays = {
+                "parameters": self.flat,
+                "exp_avg": optimizer.exp_avg,
+                "exp_avg_sq": optimizer.exp_avg_sq,
+                "buf_initialized": optimizer.buf_initialized,
+            }
+            if _copy_arrays:
+                arrays = {name: array.copy() for name, array in arrays.items()}
             state = {
                 "schema": STATE_SCHEMA,
                 "profile": STATE_PROFILE,
@@ -454,10 +460,7 @@ class SambaStack(SambaModel):
                 "numeric_mode": self.numeric_mode,
                 "config": self.config.to_dict(),
                 "registry": self._registry_entries(),
-                "parameters": self.flat.copy() if _copy_arrays else self.flat,
-                "exp_avg": moments["exp_avg"],
-                "exp_avg_sq": moments["exp_avg_sq"],
-                "buf_initialized": np.zeros(len(self.names), np.int32),
+                **arrays,
                 "t": optimizer.t,
                 "optimizer": {
                     "kind": "adamw",
@@ -507,10 +510,9 @@ class SambaStack(SambaModel):
         is written. Writing to `parameters()` while it saves is not guarded against.
         """
         extra = self.extra if extra is None else extra
-        options = {} if level is None else {"level": level}
         with self._lock:
             return checkpoint.save(
-                path, self.state_dict(_copy_arrays=False), compression=compression, extra=extra, **options
+                path, self.state_dict(_copy_arrays=False), compression=compression, level=level, extra=extra
             )
 
     @classmethod
