@@ -1,0 +1,135 @@
+"""Kernels of the Mamba-3 block (numerics, forward 5 and training 4.2).
+
+Arrays are passed flat; their shapes stand in the comments of the job structures. ``threads`` never moves a bit.
+Mode 2 (fast) flushes results too, which may differ in the last bit around the smallest normal number.
+"""
+include "mamba3_tiles.pxi"
+include "mamba3_forward.pxi"
+
+
+cdef inline const float* source(const float[::1] x):
+    if x is None:
+        return NULL
+    return &x[0]
+
+
+cdef inline float* target(float[::1] x):
+    if x is None:
+        return NULL
+    return &x[0]
+
+
+cdef State make_state(tuple arrays):
+    """Pointers of (theta, h, krot, v, dt, sig, adt, pending_k, pending_v), the last two None unless pending."""
+    cdef State state
+    memset(&state, 0, sizeof(State))
+    if arrays is not None:
+        state.theta = source(arrays[0])
+        state.h = source(arrays[1])
+        state.krot = source(arrays[2])
+        state.v = source(arrays[3])
+        state.dt = source(arrays[4])
+        state.sig = source(arrays[5])
+        state.adt = source(arrays[6])
+        state.pending_k = source(arrays[7])
+        state.pending_v = source(arrays[8])
+    return state
+
+
+def chunk_count(Py_ssize_t length, Py_ssize_t buffered):
+    """Chunks that hold ``buffered + length`` tokens."""
+    return make_shape(1, length, 1, buffered).chunks
+
+
+def plane_length(Py_ssize_t length, Py_ssize_t buffered):
+    """Row length of a plane of per-token scalars: whole chunks and some zeros."""
+    return make_shape(1, length, 1, buffered).plane
+
+
+def prepare_scratch(Py_ssize_t heads):
+    """Floats of scratch that one thread of `prepare` needs."""
+    return (3 * heads + vlanes) * vlanes
+
+
+def mix_scratch_size():
+    """Floats of scratch that one thread of `mix` needs."""
+    return MIX_SCRATCH
+
+
+def prepare(const float[::1] proj, const float[::1] dt_bias, const float[::1] B_norm, const float[::1] C_norm,
+            tuple state, float[::1] B, float[::1] C, float[::1] rate, float[::1] B_rstd, float[::1] C_rstd,
+            float[::1] dt, float[::1] sig, float[::1] adt, float[:, ::1] scratch,
+            Py_ssize_t batch, Py_ssize_t length, Py_ssize_t buffered, int threads, int mode=0):
+    """B and C norms, angle rates and per-head scalars of every new token."""
+    cdef PrepareJob job
+    job.shape = make_shape(batch, length, dt_bias.shape[0], buffered)
+    job.state = make_state(state)
+    job.proj = &proj[0]
+    job.dt_bias = &dt_bias[0]
+    job.B_norm = &B_norm[0]
+    job.C_norm = &C_norm[0]
+    job.B = &B[0]
+    job.C = &C[0]
+    job.rate = &rate[0]
+    job.B_rstd = &B_rstd[0]
+    job.C_rstd = &C_rstd[0]
+    job.dt = &dt[0]
+    job.sig = &sig[0]
+    job.adt = &adt[0]
+    job.scratch = &scratch[0, 0]
+    job.scratch_size = scratch.shape[1]
+    job.fast = mode == 2
+    job.counter = 0
+    with nogil:
+        parallel_run(prepare_job, &job, threads)
+
+
+def mix(const float[::1] proj, const float[::1] B, const float[::1] C, const float[::1] rate, const float[::1] dt,
+        const float[::1] sig, const float[::1] adt, const float[::1] B_bias, const float[::1] C_bias,
+        const float[::1] D, tuple state, float[::1] gate, tuple new, tuple reports, tuple tape, float[:, ::1] scratch,
+        Py_ssize_t batch, Py_ssize_t length, Py_ssize_t buffered, int threads, int mode=0):
+    """The recurrence over chunks, skip connection and gate.
+
+    ``state`` as for `prepare`; ``new`` (theta, h or None, qrot, krot, v, dt, sig, adt), ``reports`` (h, k, v) and
+    ``tape`` (qrot, ks, h, cos, sin, skip) are None where they are not wanted.
+    """
+    cdef MixJob job
+    memset(&job, 0, sizeof(MixJob))
+    job.shape = make_shape(batch, length, D.shape[0], buffered)
+    job.state = make_state(state)
+    job.proj = &proj[0]
+    job.B = &B[0]
+    job.C = &C[0]
+    job.rate = &rate[0]
+    job.dt = &dt[0]
+    job.sig = &sig[0]
+    job.adt = &adt[0]
+    job.B_bias = &B_bias[0]
+    job.C_bias = &C_bias[0]
+    job.D = &D[0]
+    job.gate = &gate[0]
+    if new is not None:
+        job.new_theta = target(new[0])
+        job.new_h = target(new[1])
+        job.new_qrot = target(new[2])
+        job.new_krot = target(new[3])
+        job.new_v = target(new[4])
+        job.new_dt = target(new[5])
+        job.new_sig = target(new[6])
+        job.new_adt = target(new[7])
+    if reports is not None:
+        job.h_last = target(reports[0])
+        job.k_last = target(reports[1])
+        job.v_last = target(reports[2])
+    if tape is not None:
+        job.tape_qrot = target(tape[0])
+        job.tape_ks = target(tape[1])
+        job.tape_h = target(tape[2])
+        job.tape_cos = target(tape[3])
+        job.tape_sin = target(tape[4])
+        job.skip = target(tape[5])
+    job.scratch = &scratch[0, 0]
+    job.fast = mode == 2
+    job.counter = 0
+    with nogil:
+        parallel_run(mix_job, &job, threads)

@@ -1,0 +1,232 @@
+# Building blocks of the Mamba-3 kernels: small products, transposes and decay matrices of one chunk of one head.
+#
+# A chunk is 64 tokens, a head 64 channels, the state 128 rows; every matrix here has rows of 64 floats. Time or
+# channels lie along the lanes, so that a sum over state rows, tokens or channels is walked by each lane alone, in order.
+
+from mojolearn._core.elementary cimport *
+from mojolearn._core._pool cimport parallel_run
+from libc.string cimport memcpy, memset
+
+cdef extern from *:
+    """
+    /* rows of a register tile: 8 x 2 vectors fill half of 32 registers, 4 x 2 half of 16 */
+    #if MOJO_ISA == 3
+    #define TILE_ROWS 8
+    #else
+    #define TILE_ROWS 4
+    #endif
+    #define TILE_COLUMNS (2 * W)
+    #define ANGLE_VECTORS (32 / W)
+    """
+    enum:
+        TILE_ROWS
+        TILE_COLUMNS
+        ANGLE_VECTORS
+
+cdef enum:
+    CHUNK = 64          # tokens in a chunk; also the row length of every matrix below
+    HEAD = 64           # channels of a head
+    STATE = 128         # state rows
+    ANGLES = 32         # rotated pairs
+    SQUARE = 64 * 64
+    TALL = 128 * 64
+    PLANE_PAD = 16      # zeros after the last token of a plane of per-token scalars
+
+cdef float PI = 3.14159274101257324
+cdef float TWO_PI = 6.28318548202514648
+cdef float NORM_EPS = 1e-5
+cdef float A_FLOOR = 1e-4
+
+
+cdef inline vi lanes_below(Py_ssize_t bound) noexcept nogil:
+    """Mask of the lanes whose number is less than ``bound``."""
+    return vigt(viset(<int> bound), vilanes())
+
+
+cdef inline Py_ssize_t round_up(Py_ssize_t n, Py_ssize_t step) noexcept nogil:
+    return (n + step - 1) // step * step
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+cdef inline void tile(const float* a, Py_ssize_t a_row, Py_ssize_t a_k, const float* b, Py_ssize_t k,
+                      float* out) noexcept nogil:
+    """out[r, c] = chain over q of a[r, q] b[q, c] for TILE_ROWS rows and TILE_COLUMNS columns."""
+    cdef vf acc[TILE_ROWS][2]
+    cdef vf b0, b1, x
+    cdef Py_ssize_t r, q
+    for r in range(TILE_ROWS):
+        acc[r][0] = vzero()
+        acc[r][1] = vzero()
+    for q in range(k):
+        b0 = vload(b)
+        b1 = vload(b + vlanes)
+        for r in range(TILE_ROWS):
+            x = vset(a[r * a_row])
+            acc[r][0] = vfma(x, b0, acc[r][0])
+            acc[r][1] = vfma(x, b1, acc[r][1])
+        a += a_k
+        b += CHUNK
+    for r in range(TILE_ROWS):
+        vstore(out + r * CHUNK, acc[r][0])
+        vstore(out + r * CHUNK + vlanes, acc[r][1])
+
+
+cdef void product_nn(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k, float* out) noexcept nogil:
+    """out (m, 64) = a (m, k) b (k, 64)."""
+    cdef Py_ssize_t i, j = 0
+    while j < CHUNK:
+        i = 0
+        while i < m:
+            tile(a + i * CHUNK, CHUNK, 1, b + j, k, out + i * CHUNK + j)
+            i += TILE_ROWS
+        j += TILE_COLUMNS
+
+
+cdef void product_tn(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last, Py_ssize_t k,
+                     float* out) noexcept nogil:
+    """Rows first..last of out (64, 64) = a (k, 64) transposed times b (k, 64), in whole tiles."""
+    cdef Py_ssize_t i, j = 0
+    first -= first % TILE_ROWS
+    while j < CHUNK:
+        i = first
+        while i < last:
+            tile(a + i, 1, CHUNK, b + j, k, out + i * CHUNK + j)
+            i += TILE_ROWS
+        j += TILE_COLUMNS
+
+
+cdef void product_tn_lower(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last, Py_ssize_t k,
+                           float* out) noexcept nogil:
+    """As product_tn, but only the tiles that reach below the diagonal."""
+    cdef Py_ssize_t i = first - first % TILE_ROWS, j
+    while i < last:
+        j = 0
+        while j < i + TILE_ROWS - 1:
+            tile(a + i, 1, CHUNK, b + j, k, out + i * CHUNK + j)
+            j += TILE_COLUMNS
+        i += TILE_ROWS
+
+
+cdef void product_nn_lower(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last,
+                           float* out) noexcept nogil:
+    """Rows first..last of a (64, 64) b (64, 64) for an ``a`` that is zero on and above its diagonal."""
+    cdef Py_ssize_t i, j = 0, k
+    first -= first % TILE_ROWS
+    while j < CHUNK:
+        i = first
+        while i < last:
+            k = i + TILE_ROWS
+            if k > last:
+                k = last
+            tile(a + i * CHUNK, CHUNK, 1, b + j, k, out + i * CHUNK + j)
+            i += TILE_ROWS
+        j += TILE_COLUMNS
+
+
+cdef void product_tn_upper(const float* a, const float* b, Py_ssize_t rows, float* out) noexcept nogil:
+    """out = a^T b over the first ``rows`` rows of both, for an ``a`` that is zero on and above its diagonal."""
+    cdef Py_ssize_t i, j = 0
+    while j < CHUNK:
+        i = 0
+        while i < rows:
+            tile(a + i * CHUNK + i, 1, CHUNK, b + i * CHUNK + j, rows - i, out + i * CHUNK + j)
+            i += TILE_ROWS
+        j += TILE_COLUMNS
+
+
+# ---- layout --------------------------------------------------------------------------------------------------------
+
+cdef void transpose(const float* x, Py_ssize_t x_row, Py_ssize_t rows, Py_ssize_t columns, float* out,
+                    Py_ssize_t out_row) noexcept nogil:
+    """out (columns, rows) = x (rows, columns) transposed, flushed; both extents are multiples of 16."""
+    cdef vf block[vlanes]
+    cdef Py_ssize_t i = 0, j, r
+    while i < rows:
+        j = 0
+        while j < columns:
+            for r in range(vlanes):
+                block[r] = vload(x + (i + r) * x_row + j)
+            vtranspose(block)
+            for r in range(vlanes):
+                vstore(out + (j + r) * out_row + i, vflush(block[r]))
+            j += vlanes
+        i += vlanes
+
+
+cdef void transpose_tokens(const float* x, Py_ssize_t rows, Py_ssize_t first, Py_ssize_t last, float* out,
+                           Py_ssize_t out_row) noexcept nogil:
+    """out[t - first, :rows] = x[:rows, t] for first <= t < last, flushed: columns of x become rows of out."""
+    cdef vf block[vlanes]
+    cdef Py_ssize_t t = first - first % vlanes, n, r
+    while t < last:
+        n = 0
+        while n < rows:
+            for r in range(vlanes):
+                block[r] = vload(x + (n + r) * CHUNK + t)
+            vtranspose(block)
+            for r in range(vlanes):
+                if first <= t + r < last:
+                    vstore(out + (t + r - first) * out_row + n, vflush(block[r]))
+            n += vlanes
+        t += vlanes
+
+
+# ---- decay -----------------------------------------------------------------------------------------------------------
+
+cdef void decay_matrix(const float* adt, Py_ssize_t first, Py_ssize_t real, float* decay) noexcept nogil:
+    """decay[i, j] = exp(adt[j + 1] + ... + adt[i]) for j < i, first <= i < real; +0 elsewhere.
+
+    Every column has a running sum of its own, which starts from +0 at row j + 1.
+    """
+    cdef Py_ssize_t i, j, v
+    cdef float sums[CHUNK]
+    cdef vf total, step
+    cdef vi active
+    memset(sums, 0, sizeof(sums))
+    for i in range(CHUNK):
+        step = vset(adt[i])
+        j = 0
+        while j < CHUNK:
+            if j < i and i < real:
+                total = vadd(vload(sums + j), step)
+                active = lanes_below(i - j)
+                total = vselect(active, total, vzero())
+                vstore(sums + j, total)
+                if i >= first:
+                    vstore(decay + i * CHUNK + j, vselect(active, vexp(total), vzero()))
+            elif i >= first:
+                vstore(decay + i * CHUNK + j, vzero())
+            j += vlanes
+
+
+cdef void mask_scores(const float* scores, const float* decay, Py_ssize_t first, Py_ssize_t real,
+                      float* out) noexcept nogil:
+    """out = scores * decay below the diagonal and +0 elsewhere, rows first..real; the other rows become +0."""
+    cdef Py_ssize_t i, j
+    for i in range(CHUNK):
+        j = 0
+        while j < CHUNK:
+            if first <= i < real and j < i:
+                vstore(out + i * CHUNK + j, vselect(lanes_below(i - j), vmul(vload(scores + i * CHUNK + j),
+                                                                              vload(decay + i * CHUNK + j)), vzero()))
+            else:
+                vstore(out + i * CHUNK + j, vzero())
+            j += vlanes
+
+
+cdef void running_decay(const float* adt, Py_ssize_t real, float* total, float* from_start, float* to_end) noexcept nogil:
+    """total[i] = adt[0] + ... + adt[i] (held after the last row), from_start = exp(total), to_end = exp(total[63] - total)."""
+    cdef Py_ssize_t i
+    cdef float run = 0.0
+    cdef vf last
+    for i in range(CHUNK):
+        if i < real:
+            run = sadd(run, adt[i]) if i else sflush(adt[0])
+        total[i] = run
+    last = vset(run)
+    i = 0
+    while i < CHUNK:
+        vstore(from_start + i, vexp(vflush(vload(total + i))))
+        vstore(to_end + i, vexp(vflush(vsub(last, vload(total + i)))))
+        i += vlanes
