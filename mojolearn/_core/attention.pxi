@@ -496,8 +496,8 @@ cdef void forward_tile(ForwardJob* job, Py_ssize_t b, Py_ssize_t h, Py_ssize_t t
         block_end = min(j + <Py_ssize_t> KEY_BLOCK, high)
         weight = weights + (j - low) * CHAIN_LANES
         for i in range(j, block_end):
-            vstore(weight, vflush(vdiv(vload(weight), sum0)))
-            vstore(weight + vlanes, vflush(vdiv(vload(weight + vlanes), sum1)))
+            vstore(weight, vdiv(vload(weight), sum0))
+            vstore(weight + vlanes, vdiv(vload(weight + vlanes), sum1))
             weight += CHAIN_LANES
         r = 0
         while r < count:
@@ -587,3 +587,6 @@ def attention_forward(const float[:, :] queries, const float[:, :, :, ::1] keys,
     with nogil:
         parallel_run(forward_job, &job, threads)
     workspace.release(mark)
+
+
+include "attention_backward.pxi"

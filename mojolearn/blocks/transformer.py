@@ -360,6 +360,65 @@ class TransformerBlock(Block):
         rows = new.reshape(batch, length, 2, self.n_kv_heads, self.head_dim)
         return lambda: state._append(rows[:, :, 0], rows[:, :, 1])
 
+    def _backward(self, ctx, tape, x, dy, dx, sink):
+        batch, length, d_model = x.shape
+        tokens = batch * length
+        weights, workspace, threads = self._weights, ctx.workspace, ctx.threads
+        x, dy, dx = (array.reshape(tokens, d_model) for array in (x, dy, dx))
+        kv_columns = self.n_kv_heads * self.head_dim
+        mark = workspace.mark()
+        dresidual, dnormed, term = workspace.empty((3, tokens, d_model))
+
+        # feed-forward half
+        inner = workspace.mark()
+        dact, act, dgate = workspace.empty((3, tokens, self.intermediate))
+        linalg.gemm_nn(dy, weights["down_proj.weight"], dact, threads, ctx.mode)
+        dup = dact
+        attention.swiglu_backward(dact, tape["gate"], tape["up"], act, dgate, dup, threads)
+        sink.linear("down_proj.weight", dy, act)
+        sink.linear("gate_proj.weight", dgate, tape["normed2"])
+        sink.linear("up_proj.weight", dup, tape["normed2"])
+        linalg.gemm_nn(dgate, weights["gate_proj.weight"], dnormed, threads, ctx.mode)
+        linalg.gemm_nn(dup, weights["up_proj.weight"], term, threads, ctx.mode)
+        layers.add(dnormed, term, dnormed, threads)
+        workspace.release(inner)
+        self._norm_backward(ctx, "post_attention_layernorm.weight", dnormed, tape["residual"], tape["sumsq2"], dy,
+                            dresidual, sink)
+
+        # attention half
+        dcontext, dqueries = workspace.empty((2, tokens, d_model))
+        dkeys, dvalues = workspace.empty((2, tokens, kv_columns))
+        linalg.gemm_nn(dresidual, weights["o_proj.weight"], dcontext, threads, ctx.mode)
+        sink.linear("o_proj.weight", dresidual, tape["context"])
+        attention.attention_backward(
+            dcontext,
+            tape["queries"],
+            *tape["attended"],
+            dqueries,
+            dkeys,
+            dvalues,
+            self.head_dim,
+            self.window,
+            workspace,
+            threads,
+        )
+        self._rotate(ctx, dqueries, length, 0, inverse=True)
+        self._rotate(ctx, dkeys, length, 0, inverse=True)
+        for i, (name, gradient) in enumerate((("q", dqueries), ("k", dkeys), ("v", dvalues))):
+            sink.linear(f"{name}_proj.weight", gradient, tape["normed"])
+            linalg.gemm_nn(gradient, weights[f"{name}_proj.weight"], term if i else dnormed, threads, ctx.mode)
+            if i:
+                layers.add(dnormed, term, dnormed, threads)
+        self._norm_backward(ctx, "input_layernorm.weight", dnormed, x, tape["sumsq1"], dresidual, dx, sink)
+        workspace.release(mark)
+
+    def _norm_backward(self, ctx, name, dnormed, x, sumsq, residual, dx, sink):
+        """dx = gradient of a norm's input + residual; `dnormed` is overwritten."""
+        layers.rms_norm_backward(
+            dnormed, x, self._weights[name], sumsq, self.norm_eps, residual, dx, dnormed, ctx.threads
+        )
+        sink.colsum(name, dnormed)
+
     def _rotate(self, ctx, rows, length, first, inverse=False):
         cosines, sines = _rope_table(self.head_dim, self.rope_theta, first + length)
         attention.rope(rows, cosines, sines, length, first, self.head_dim, inverse, ctx.threads)
