@@ -149,6 +149,9 @@ MOJO_INLINE void tile_body(const int rows, const float *a, const float *b, const
     if (leaf->seed) {
         FOR_TILE(rows, r, q) acc[r][q] = vload(leaf->seed + r * TILE_COLUMNS + q * W);
     }
+    float *out = leaf->out;
+    ptrdiff_t out_stride = leaf->out_stride;
+    FOR_TILE(rows, r, q) __builtin_prefetch(out + r * out_stride + q * W, 1);
 #pragma GCC unroll 1
     for (ptrdiff_t p = leaf->steps; p > 0; p--) {
         vf columns[TILE_VECTORS];
@@ -164,9 +167,7 @@ MOJO_INLINE void tile_body(const int rows, const float *a, const float *b, const
         ptrdiff_t stride = leaf->older[i].stride;
         FOR_TILE(rows, r, q) acc[r][q] = vadd(vload(older + r * stride + q * W), acc[r][q]);
     }
-    float *out = leaf->out;
-    ptrdiff_t stride = leaf->out_stride;
-    FOR_TILE(rows, r, q) vstore(out + r * stride + q * W, acc[r][q]);
+    FOR_TILE(rows, r, q) vstore(out + r * out_stride + q * W, acc[r][q]);
 }
 
 typedef void (*TileKernel)(const float *, const float *, const Leaf *);
