@@ -370,17 +370,25 @@ class TokenDataset:
             self.window += len(indices)
             return batch
 
+        batch, self.epoch, self.window = self._upcoming()
+        return batch
+
+    def _upcoming(self) -> tuple[tuple[np.ndarray, np.ndarray], int, int]:
+        """The next training batch, and the position after it."""
         # A batch may take the last windows of one epoch and the first of the next, so that none is left out.
-        epoch, window, indices = self.epoch, self.window, []
+        epoch, window = self.epoch, self.window
+        indices: list[int] = []
         while len(indices) < self.batch_size:
             if window == self.n_windows:
                 epoch, window = epoch + 1, 0
             upto = min(window + self.batch_size - len(indices), self.n_windows)
             indices += shuffled_index(range(window, upto), self.n_windows, self.seed, epoch).tolist()
             window = upto
-        batch = self._windows(indices)
-        self.epoch, self.window = epoch, window
-        return batch
+        return self._windows(indices), epoch, window
+
+    def peek(self) -> tuple[np.ndarray, np.ndarray]:
+        """The training batch that comes next; the position stays."""
+        return self._upcoming()[0]
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """The same as ``next(dataset)``."""

@@ -70,7 +70,10 @@ def test_every_window_comes_once_an_epoch_and_targets_are_inputs_moved_by_one(te
     assert len(data) == 31
     rows = []
     for _ in range(31):
+        np.testing.assert_array_equal(data.peek(), data.peek())
+        ahead = data.peek()
         x, y = next(data)
+        np.testing.assert_array_equal(ahead, (x, y))
         assert x.shape == y.shape == (4, 16)
         assert x.dtype == y.dtype == np.int32
         assert x.flags.c_contiguous and y.flags.c_contiguous

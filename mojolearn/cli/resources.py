@@ -1,0 +1,89 @@
+"""How much memory a training step needs, and how much there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mojolearn.cli._common import bytes_text
+
+FLOAT = 4
+INTERPRETER = 80 << 20  # Python, NumPy and the compiled modules
+LOGITS_LIMIT = 256 << 20  # the head works through tokens in pieces of at most this many bytes
+
+
+def training_memory(config: Any, batch_size: int, seq_len: int, accumulation_steps: int = 1) -> int:
+    """An estimate in bytes, on the safe side, of the peak of a training step.
+
+    Parameters
+    ----------
+    config : SambaConfig
+    batch_size, seq_len, accumulation_steps : int
+    """
+    tokens = batch_size // accumulation_steps * seq_len
+    # Parameters, two moments, the gradient; with several leaves of 128 tokens, partial sums of the largest matrix.
+    weights = 4 * FLOAT * config.num_parameters
+    if accumulation_steps > 1:
+        weights += FLOAT * config.num_parameters * max(1, (tokens * accumulation_steps // 128).bit_length() + 1)
+
+    kept = 2 * config.d_model  # embedding output and final norm
+    widest = 0
+    for kind in config.layers:
+        width, backward = _block_widths(config, kind)
+        kept += width
+        widest = max(widest, backward)
+    logits = min(FLOAT * tokens * config.vocab, LOGITS_LIMIT)
+    return INTERPRETER + weights + FLOAT * tokens * (kept + widest) + 2 * logits
+
+
+def _block_widths(config: Any, kind: str) -> tuple[int, int]:
+    """Floats per token that a block keeps for its backward pass, and that the backward pass itself needs."""
+    shapes = dict(config.block_shapes(kind))
+    d = config.d_model
+    if kind == "mamba3":
+        projected = shapes["in_proj.weight"][0]
+        heads = shapes["dt_bias"][0]
+        # Rows of q and k of all heads, before and after rotation, and a chunk's states beside the projections.
+        rows = heads * 128
+        return projected + 3 * d + 4 * rows, 2 * projected + 6 * rows
+    inner = shapes["gate_proj.weight"][0]
+    keys = shapes["k_proj.weight"][0]
+    return 6 * d + 2 * keys + 4 * inner, 6 * d + 2 * keys + 4 * inner
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take, by the system and its control group; None where neither says."""
+    limits = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limits.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return max(0, min(limits)) if limits else None
+
+
+def check_memory(config: Any, batch_size: int, seq_len: int, accumulation_steps: int) -> int:
+    """The memory that training needs.
+
+    Raises
+    ------
+    MemoryError
+        There is less.
+    """
+    needed = training_memory(config, batch_size, seq_len, accumulation_steps)
+    available = available_memory()
+    if available is not None and needed > available:
+        raise MemoryError(
+            f"training needs about {bytes_text(needed)} and {bytes_text(available)} are free; "
+            "a smaller batch_size, seq_len or model, or more accumulation_steps need less"
+        )
+    return needed

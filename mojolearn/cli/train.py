@@ -1,0 +1,180 @@
+"""``mojolearn train``: text in, checkpoints and metrics out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from mojolearn.cli import settings as settings_module
+from mojolearn.cli._common import UsageError, add_command, add_numeric_options, checkpoint_file, emit, note
+from mojolearn.cli.resources import check_memory
+from mojolearn.cli.run_data import RunData
+from mojolearn.cli.run_folder import RunFolder
+from mojolearn.cli.settings import FREE_ON_RESUME, TrainSettings
+from mojolearn.cli.trainer import EXTRA_SCHEMA, Trainer
+
+EXAMPLES = """\
+  mojolearn train books/ --out run
+  mojolearn train 'src/**/*.py' --out run --layers 'mamba3,attention x3' --d-model 384 --steps 5000
+  mojolearn train --config run.toml --out run --lr 1e-3      flags win over the file
+  mojolearn train --out run --resume                         after Ctrl-C, a crash or a reboot
+  mojolearn train new/ --out tuned --init run --lr 3e-4      fine-tune the weights of another run
+  mojolearn train corpus/ --out run --tokenizer tokenizer.json
+
+The first Ctrl-C finishes the step, saves a checkpoint and ends with status 130; a second one stops at once.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = add_command(
+        subparsers,
+        "train",
+        run,
+        "train a model on text",
+        EXAMPLES,
+        description="Train a model on files and folders of text (bytes), or on token files (.npy, .bin).",
+    )
+    parser.add_argument("paths", nargs="*", metavar="TEXT", help="files, folders or patterns")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
+    parser.add_argument("--config", metavar="FILE", help="settings as a TOML file (a run writes its own: config.toml)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--stop-after", type=int, metavar="STEP", help="save after this step and stop, to be resumed")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done and what it needs, and stop")
+    groups = {table: parser.add_argument_group(table) for table in settings_module.TABLES}
+    for item in fields(TrainSettings):
+        if item.name != "paths":
+            _add_setting(groups[item.metadata["table"]], item)
+    add_numeric_options(parser, mode=False)
+
+
+def _add_setting(group: Any, item: Any) -> None:
+    flag = "--" + item.name.replace("_", "-")
+    default = f" (default {item.default})" if isinstance(item.default, (int, float, str)) else ""
+    options: dict[str, Any] = {"help": item.metadata["help"] + default, "default": argparse.SUPPRESS}
+    kind = settings_module.value_type(item.name)
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["type"] = settings_module.parse_layers if item.name == "layers" else kind
+        options["metavar"] = "LIST" if item.name == "layers" else item.name.upper()
+    group.add_argument(flag, **options)
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = RunFolder(args.out)
+    given = {item.name: getattr(args, item.name) for item in fields(TrainSettings) if hasattr(args, item.name)}
+    if not given["paths"]:
+        del given["paths"]
+    if args.config:
+        given = {**settings_module.read_config(args.config), **given}
+    trainer = _resumed(folder, given) if args.resume else _fresh(folder, given, args.dry_run)
+    plan = trainer.plan()
+    note(trainer.plan_text(plan))
+    if args.dry_run:
+        emit(args, plan, "nothing was trained (--dry-run)")
+        return 0
+    status = trainer.train(args.stop_after)
+    result = trainer.result()
+    emit(args, result, trainer.result_text(result))
+    return status
+
+
+def _fresh(folder: RunFolder, given: dict[str, Any], dry_run: bool) -> Trainer:
+    import mojolearn
+    from mojolearn.training import Generator
+
+    settings = TrainSettings(**given)
+    settings.check()
+    if not settings.paths:
+        raise UsageError("what should be trained on? mojolearn train TEXT... --out DIR")
+    if folder.checkpoints():
+        raise UsageError(f"{folder.path} holds a run already: --resume goes on with it, another --out begins a new one")
+    settings.paths = [os.path.abspath(path) for path in settings.paths]
+    if settings.warmup is None:
+        settings.warmup = max(1, settings.steps // 20)
+    if settings.min_lr is None:
+        settings.min_lr = settings.lr / 10
+
+    if not dry_run:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    tokenizer = None
+    if settings.tokenizer:
+        tokenizer = Path(settings.tokenizer).read_text(encoding="utf-8")
+        settings.tokenizer = os.path.abspath(settings.tokenizer)
+    data = RunData.open(settings, folder, tokenizer)
+
+    source = None
+    if settings.init:
+        source = mojolearn.SambaInference.from_checkpoint(checkpoint_file(settings.init))
+        config = source.config
+        settings.vocab = config.vocab
+    else:
+        settings.vocab = settings.vocab or data.vocab
+        config = mojolearn.SambaConfig(
+            vocab=settings.vocab,
+            d_model=settings.d_model,
+            layers=settings.layers,
+            n_heads=settings.n_heads,
+            n_kv_heads=settings.n_kv_heads,
+            intermediate=settings.intermediate or 2 * settings.d_model,
+            tie_embeddings=settings.tie_embeddings,
+            dropout=settings.dropout,
+        )
+    check_memory(config, settings.batch_size, settings.seq_len, settings.accumulation_steps)
+    stack = mojolearn.SambaStack(
+        config,
+        generator=Generator(settings.seed),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        lr_schedule=_schedule(settings),
+        max_norm=settings.max_norm or None,
+        accumulation_steps=settings.accumulation_steps,
+        numeric_mode=settings.numeric_mode,
+    )
+    if source is not None:
+        stack.load_weights(source.parameters())
+    settings.numeric_mode = stack.numeric_mode
+    return Trainer(folder, settings, stack, data, tokenizer)
+
+
+def _resumed(folder: RunFolder, given: dict[str, Any]) -> Trainer:
+    import mojolearn
+
+    newest = folder.newest()
+    if newest is None:
+        raise FileNotFoundError(f"{folder.path}: no checkpoint to resume from")
+    stack = mojolearn.SambaStack.from_checkpoint(newest)
+    extra = stack.extra
+    if not isinstance(extra, dict) or extra.get("schema") != EXTRA_SCHEMA:
+        raise ValueError(f"{newest}: not written by mojolearn train, so there is no run to resume (see --init)")
+    stored = extra["settings"]
+    if "paths" in given:
+        given["paths"] = [os.path.abspath(path) for path in given["paths"]]
+    for name, value in given.items():
+        # The data may have moved: their digest, not their place, says whether they are the same.
+        if name not in (*FREE_ON_RESUME, "paths") and value != stored[name]:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} {value} with --resume: the run has {stored[name]}, and a resumed run keeps it")
+    settings = TrainSettings(**{**stored, **given})
+    settings.check()
+    data = RunData.open(settings, folder, extra["tokenizer"])
+    data.train.load_state_dict(extra["data"])
+    trainer = Trainer(folder, settings, stack, data, extra["tokenizer"])
+    trainer.best_loss = extra["best_loss"]
+    trainer.last_valid = extra["last_valid"]
+    folder.cut_metrics(stack.optimizer.t)
+    note(f"resuming {newest} after step {stack.optimizer.t:,}")
+    return trainer
+
+
+def _schedule(settings: TrainSettings) -> Any:
+    from mojolearn.training import ConstantLR, WarmupCosineLR, WarmupLinearLR
+
+    if settings.schedule == "constant":
+        return ConstantLR(settings.lr, settings.warmup)
+    kind = {"cosine": WarmupCosineLR, "linear": WarmupLinearLR}[settings.schedule]
+    return kind(settings.lr, settings.warmup, max(settings.steps, settings.warmup or 1), settings.min_lr)
