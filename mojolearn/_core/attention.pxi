@@ -30,7 +30,6 @@ cdef extern from "chains.h" nogil:
     void chain_lanes(const float* a, const float* b, Py_ssize_t b_step, float* c, Py_ssize_t c_row, Py_ssize_t steps)
 
 cdef enum:
-    LEAF = 128
     # keys whose weights and values stay in the first-level cache while every query of a tile uses them
     KEY_BLOCK = 64
 
@@ -538,12 +537,17 @@ cdef Py_ssize_t longest_view(const Attention* a) noexcept nogil:
     return span + CHAIN_ROWS
 
 
+cdef float score_scale(Py_ssize_t head_dim) noexcept:
+    cdef uint64_t saved = fp_enter()
+    cdef float scale = srsqrt(<float> head_dim)
+    fp_leave(saved)
+    return scale
+
+
 cdef void fill_attention(Attention* a, const float[:, :] queries, const float[:, :, :, ::1] keys,
                          const float[:, :, :, ::1] values, Py_ssize_t heads, Py_ssize_t head_dim, Py_ssize_t first,
                          Py_ssize_t base, Py_ssize_t window) noexcept:
-    cdef uint64_t saved = fp_enter()
-    a.scale = srsqrt(<float> head_dim)
-    fp_leave(saved)
+    a.scale = score_scale(head_dim)
     a.batch = keys.shape[0]
     a.length = queries.shape[0] // a.batch
     a.heads = heads
@@ -587,6 +591,74 @@ def attention_forward(const float[:, :] queries, const float[:, :, :, ::1] keys,
     with nogil:
         parallel_run(forward_job, &job, threads)
     workspace.release(mark)
+
+
+# ---- one token -------------------------------------------------------------------------------------------------------
+cdef struct StepJob:
+    TokenAttention shape
+    Py_ssize_t batch, kv_heads, query_stride, new_stride, out_stride
+    float* scratch
+    Py_ssize_t scratch_stride, counter
+    bint nonfinite
+
+
+cdef void step_job(void* arg, int thread) noexcept nogil:
+    cdef StepJob* job = <StepJob*> arg
+    cdef TokenAttention t = job.shape
+    cdef Py_ssize_t unit, b, kv, hd = t.head_dim
+    while True:
+        unit = next_unit(&job.counter)
+        if unit >= job.batch * job.kv_heads:
+            break
+        b = unit // job.kv_heads
+        kv = unit % job.kv_heads
+        t.queries = job.shape.queries + b * job.query_stride + kv * t.group * hd
+        t.new_key = job.shape.new_key + b * job.new_stride + kv * hd
+        t.new_value = job.shape.new_value + b * job.new_stride + kv * hd
+        t.keys = job.shape.keys + unit * t.slots * hd
+        t.values = job.shape.values + unit * t.slots * hd
+        t.out = job.shape.out + b * job.out_stride + kv * t.group * hd
+        if not attend_token(&t, job.scratch + thread * job.scratch_stride):
+            job.nonfinite = True
+
+
+def attention_step(const float[:, :] queries, const float[:, :] new_keys, const float[:, :] new_values,
+                   const float[:, :, :, ::1] k_cache, const float[:, :, :, ::1] v_cache, float[:, :] out,
+                   Py_ssize_t cached, Py_ssize_t window, workspace, int threads):
+    """Attention of one new token per row, at position ``cached``: `attention_forward` without packing.
+
+    ``queries`` and ``out`` are (B, H * hd), ``new_keys`` and ``new_values`` (B, KV * hd) with one row stride; queries
+    and keys are rotated. The caches are (B, KV, slots, hd). Returns whether what was read of them is finite.
+    """
+    cdef StepJob job
+    cdef Py_ssize_t hd = k_cache.shape[3]
+    job.batch = k_cache.shape[0]
+    job.kv_heads = k_cache.shape[1]
+    job.query_stride = row_stride(queries)
+    job.new_stride = row_stride(new_keys)
+    job.out_stride = row_stride(out)
+    job.shape.queries = &queries[0, 0]
+    job.shape.new_key = &new_keys[0, 0]
+    job.shape.new_value = &new_values[0, 0]
+    job.shape.keys = &k_cache[0, 0, 0, 0]
+    job.shape.values = &v_cache[0, 0, 0, 0]
+    job.shape.out = &out[0, 0]
+    job.shape.head_dim = hd
+    job.shape.slots = k_cache.shape[2]
+    job.shape.group = queries.shape[1] // hd // job.kv_heads
+    job.shape.cached = min(cached, window - 1) if window else cached
+    job.shape.first_slot = (cached - job.shape.cached) % job.shape.slots
+    job.shape.scale = score_scale(hd)
+    job.scratch_stride = attend_token_scratch(job.shape.group, job.shape.cached + 1)
+    mark = workspace.mark()
+    cdef float[:, ::1] scratch = workspace.empty((threads, job.scratch_stride))
+    job.scratch = &scratch[0, 0]
+    job.nonfinite = False
+    job.counter = 0
+    with nogil:
+        parallel_run(step_job, &job, threads)
+    workspace.release(mark)
+    return not job.nonfinite
 
 
 include "attention_backward.pxi"

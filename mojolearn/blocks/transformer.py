@@ -427,6 +427,21 @@ class TransformerBlock(Block):
         """Attention of all new tokens; returns what the backward needs if `keep`."""
         kv_columns = self.n_kv_heads * self.head_dim
         length = len(queries) // batch
+        if state is not None and length == 1:
+            finite = attention.attention_step(
+                queries,
+                new[:, :kv_columns],
+                new[:, kv_columns:],
+                state.k_cache,
+                state.v_cache,
+                context,
+                first,
+                self.window,
+                ctx.workspace,
+                ctx.threads,
+            )
+            _check_cache(finite)
+            return None
         base = max(0, first - self.window + 1) if self.window else 0
         shape = (
             batch,
@@ -440,8 +455,7 @@ class TransformerBlock(Block):
         cached = first - base
         finite = attention.pack_heads(new[:, :kv_columns], keys, self.head_dim, k_cache, base, cached, ctx.threads)
         finite &= attention.pack_heads(new[:, kv_columns:], values, self.head_dim, v_cache, base, cached, ctx.threads)
-        if not finite:
-            raise NonFiniteError("k_cache and v_cache of the state must be finite where they are used")
+        _check_cache(finite)
         attention.attention_forward(
             queries,
             keys,
@@ -457,6 +471,11 @@ class TransformerBlock(Block):
             ctx.threads,
         )
         return keys, values, maxima, denominators
+
+
+def _check_cache(finite):
+    if not finite:
+        raise NonFiniteError("k_cache and v_cache of the state must be finite where they are filled")
 
 
 def _sizes(weights):
