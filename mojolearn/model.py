@@ -78,7 +78,9 @@ class SambaState:
     @property
     def nbytes(self):
         """Bytes of the block states' arrays."""
-        return sum(array.nbytes for layer in self.layers for array in _layer_to_dict(layer).values() if _is_array(array))
+        return sum(
+            array.nbytes for layer in self.layers for array in _layer_to_dict(layer).values() if _is_array(array)
+        )
 
     def copy(self):
         """An independent copy: decoding on one does not touch the other."""

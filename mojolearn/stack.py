@@ -1,11 +1,13 @@
 """`SambaStack`: a model that trains."""
 
 import contextlib
+import itertools
+import math
 import threading
 
 import numpy as np
 
-from mojolearn import checkpoint
+from mojolearn import checkpoint, lowbit
 from mojolearn._arrays import as_float32, as_ids, as_index, as_real, describe
 from mojolearn._context import Context, Workspace
 from mojolearn._core import layers as kernels
@@ -129,45 +131,20 @@ class SambaStack(SambaModel):
             raise TypeError(f"generator must be a mojolearn.training.Generator, got {describe(generator)}")
         if lr_schedule is not None and not isinstance(lr_schedule, tuple(_SCHEDULES.values())):
             raise TypeError(
-                "lr_schedule must be a ConstantLR, WarmupLinearLR, WarmupCosineLR or None, "
-                f"got {describe(lr_schedule)}"
+                f"lr_schedule must be a ConstantLR, WarmupLinearLR, WarmupCosineLR or None, got {describe(lr_schedule)}"
             )
         if max_norm is not None:
             max_norm = as_real(max_norm, "max_norm", 0.0, low_open=True)
         accumulation_steps = as_index(accumulation_steps, "accumulation_steps", 1)
         mode = mode_index(numeric_mode)
-        registry = config.registry()
         if weights is not None:
             weights = _check_weights(config, weights)
 
-        self.names = [name for name, _ in registry]
-        self.shapes = [shape for _, shape in registry]
-        sizes = [int(np.prod(shape)) for shape in self.shapes]
-        self.offsets = [0, *np.cumsum(sizes).tolist()][:-1]
-        self.n_total = sum(sizes)
-        self.flat = Workspace().empty(self.n_total)
-        self._parameters = {
-            name: self.flat[offset : offset + size].reshape(shape)
-            for name, shape, offset, size in zip(self.names, self.shapes, self.offsets, sizes)
-        }
-        self._bind(config, mode, self._parameters)
+        self._allocate(config, mode, Workspace().empty(config.num_parameters))
         # The optimizer checks its hyperparameters; it comes before anything is drawn.
-        self.optimizer = AdamW(
-            list(self._parameters.values()),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            lr_schedule=lr_schedule,
-            numeric_mode=MODE_NAMES[mode],
-        )
+        self.optimizer = self._make_optimizer(lr, betas, eps, weight_decay, lr_schedule)
         self.max_norm = max_norm
         self.accumulation_steps = accumulation_steps
-        self.extra = None
-        self.last_ = None
-        self._lock = threading.RLock()
-        self._workspace = Workspace()
-        self._sink = None
         if weights is None:
             self.generator = generator
             _initialize(self._parameters, generator)
@@ -175,6 +152,37 @@ class SambaStack(SambaModel):
             self.generator = Generator(0)
             for name, array in weights.items():
                 self._parameters[name][...] = array
+
+    def _allocate(self, config, mode, flat):
+        """Lay the registry out over `flat` and bind the blocks to it."""
+        registry = config.registry()
+        self.names = [name for name, _ in registry]
+        self.shapes = [shape for _, shape in registry]
+        sizes = [math.prod(shape) for shape in self.shapes]
+        self.offsets = [0, *itertools.accumulate(sizes)][:-1]
+        self.n_total = sum(sizes)
+        self.flat = flat
+        self._parameters = {
+            name: flat[offset : offset + size].reshape(shape)
+            for name, shape, offset, size in zip(self.names, self.shapes, self.offsets, sizes)
+        }
+        self._bind(config, mode, self._parameters)
+        self.extra = None
+        self.last_ = None
+        self._lock = threading.RLock()
+        self._workspace = Workspace()
+        self._sink = None
+
+    def _make_optimizer(self, lr, betas, eps, weight_decay, lr_schedule):
+        return AdamW(
+            list(self._parameters.values()),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            lr_schedule=lr_schedule,
+            numeric_mode=self.numeric_mode,
+        )
 
     def __repr__(self):
         return (
@@ -459,7 +467,7 @@ class SambaStack(SambaModel):
                 "experiment_profile": "baseline",
                 "numeric_mode": self.numeric_mode,
                 "config": self.config.to_dict(),
-                "registry": self._registry_entries(),
+                "registry": _registry_entries(self.config),
                 **arrays,
                 "t": optimizer.t,
                 "optimizer": {
@@ -476,14 +484,8 @@ class SambaStack(SambaModel):
                 "rng": self.generator.state_dict(),
             }
             if self.numeric_mode == "deterministic":
-                state["deterministic_profile"] = {"name": DETERMINISTIC_PROFILES[-1], "n_shards": 1}
+                state["deterministic_profile"] = _deterministic_profile()
             return state
-
-    def _registry_entries(self):
-        return [
-            {"name": name, "shape": list(shape), "offset": offset, "size": int(np.prod(shape))}
-            for name, shape, offset in zip(self.names, self.shapes, self.offsets)
-        ]
 
     def save_checkpoint(self, path, *, compression="zstd", level=None, extra=None):
         """Write the training state to `path`, atomically.
@@ -542,25 +544,53 @@ class SambaStack(SambaModel):
         return stack
 
     @classmethod
+    def from_safetensors(cls, path, **options):
+        """A fresh training start from a safetensors file of float32 or bfloat16 weights.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file; see `mojolearn.interop` for the names and metadata it must have.
+        **options
+            As for the constructor: `lr`, `lr_schedule`, `max_norm` and so on.
+
+        Returns
+        -------
+        SambaStack
+        """
+        from mojolearn.interop import load_safetensors
+
+        config, weights = load_safetensors(path)
+        weights, _ = lowbit.unpack(weights)
+        return cls(config, weights, **options)
+
+    @classmethod
     def _from_state(cls, state, numeric_mode=None):
+        """A stack on the arrays of a state, which it takes over where it can."""
         if not isinstance(state, dict) or "config" not in state:
             raise ValueError("the state has no config")
-        if numeric_mode is not None:
-            state = {**state, "numeric_mode": numeric_mode}
-            state.pop("deterministic_profile", None)
-            if numeric_mode == "deterministic":
-                state["deterministic_profile"] = {"name": DETERMINISTIC_PROFILES[-1], "n_shards": 1}
-        config = SambaConfig.from_dict(state["config"])
-        mode = state.get("numeric_mode")
+        mode = state.get("numeric_mode") if numeric_mode is None else numeric_mode
         if mode not in MODE_NAMES:
             raise ValueError(f"numeric_mode must be one of {MODE_NAMES}, got {describe(mode)}")
+        if numeric_mode is not None:
+            state = {**state, "numeric_mode": mode, "deterministic_profile": _deterministic_profile()}
+        config = SambaConfig.from_dict(state["config"])
+        checked = _check_state_dict(config, mode, state)
+        for name in ("parameters", "exp_avg", "exp_avg_sq"):
+            if not checked[name].flags.carray:
+                checked[name] = checked[name].copy()
         stack = cls.__new__(cls)
-        placeholder = {name: np.zeros(shape, np.float32) for name, shape in config.registry()}
-        stack.__init__(config, weights=placeholder, numeric_mode=mode)
-        stack.load_state_dict(state)
-        stack.accumulation_steps = as_index(
-            state["optimizer"].get("accumulation_steps", 1), "optimizer.accumulation_steps", 1
+        stack._allocate(config, MODE_NAMES.index(mode), checked["parameters"])
+        stack.optimizer = stack._make_optimizer(
+            *(checked[name] for name in ("lr", "betas", "eps", "weight_decay", "lr_schedule"))
         )
+        stack.optimizer.exp_avg = checked["exp_avg"]
+        stack.optimizer.exp_avg_sq = checked["exp_avg_sq"]
+        stack.optimizer.t = checked["t"]
+        stack.max_norm = checked["max_norm"]
+        stack.accumulation_steps = checked["accumulation_steps"]
+        stack.generator = Generator(0)
+        stack.generator.load_state_dict(checked["rng"])
         return stack
 
     def load_state_dict(self, state):
@@ -584,7 +614,7 @@ class SambaStack(SambaModel):
             The schema, profile, mode, configuration, registry or a size does not match, or a value is out of range. The
             stack is then as it was.
         """
-        checked = _check_state_dict(self, state)
+        checked = _check_state_dict(self.config, self.numeric_mode, state)
         with self._lock, deferred_interrupts():
             np.copyto(self.flat, checked["parameters"])
             optimizer = self.optimizer
@@ -689,8 +719,8 @@ _STATE_KEYS = (
 )
 
 
-def _check_state_dict(stack, state):
-    """Everything that `load_state_dict` takes over, checked against the stack."""
+def _check_state_dict(config, mode, state):
+    """Everything that is taken over from a state, checked against a configuration and a mode."""
     if not isinstance(state, dict):
         raise ValueError(f"state must be a dict, got {describe(state)}")
     missing = [name for name in _STATE_KEYS if name not in state]
@@ -699,41 +729,61 @@ def _check_state_dict(stack, state):
     _check_equal(state["schema"], STATE_SCHEMA, "schema")
     _check_equal(state["profile"], STATE_PROFILE, "profile")
     _check_equal(state.get("experiment_profile", "baseline"), "baseline", "experiment_profile")
-    _check_equal(state["numeric_mode"], stack.numeric_mode, "numeric_mode")
-    if stack.numeric_mode == "deterministic":
+    _check_equal(state["numeric_mode"], mode, "numeric_mode")
+    if mode == "deterministic":
         _check_deterministic_profile(state.get("deterministic_profile"))
-    if SambaConfig.from_dict(state["config"]) != stack.config:
+    if SambaConfig.from_dict(state["config"]) != config:
         raise ValueError(f"state.config must equal this stack's, got {state['config']}")
-    _check_registry(state["registry"], stack._registry_entries())
-    optimizer = _check_section(state["optimizer"], "optimizer", ("kind", "lr", "beta1", "beta2", "eps", "weight_decay"))
-    _check_equal(optimizer["kind"], "adamw", "optimizer.kind")
-    as_index(optimizer.get("accumulation_steps", 1), "state.optimizer.accumulation_steps", 1)
-    max_norm = optimizer.get("max_norm")
-    if max_norm is not None:
-        max_norm = as_real(max_norm, "state.optimizer.max_norm", 0.0, low_open=True)
-    betas = tuple(
-        as_real(optimizer[name], f"state.optimizer.{name}", 0.0, 1.0, high_open=True) for name in ("beta1", "beta2")
-    )
-    rng = _check_section(state["rng"], "rng", ("seed", "counter"))
+    registry = _registry_entries(config)
+    _check_registry(state["registry"], registry)
     arrays = {
-        name: _check_array(state[name], name, np.float32, stack.n_total)
+        name: _check_array(state[name], name, np.float32, config.num_parameters)
         for name in ("parameters", "exp_avg", "exp_avg_sq")
     }
-    _check_array(state["buf_initialized"], "buf_initialized", np.int32, len(stack.names))
+    _check_array(state["buf_initialized"], "buf_initialized", np.int32, len(registry))
+    rng = _check_section(state["rng"], "rng", ("seed", "counter"))
     return {
         **arrays,
+        **_check_optimizer(state["optimizer"]),
         "t": as_index(state["t"], "state.t", 0, 2**63 - 1),
-        "lr": as_real(optimizer["lr"], "state.optimizer.lr"),
-        "betas": betas,
-        "eps": as_real(optimizer["eps"], "state.optimizer.eps", 0.0),
-        "weight_decay": as_real(optimizer["weight_decay"], "state.optimizer.weight_decay"),
-        "max_norm": max_norm,
         "lr_schedule": _check_schedule(state["schedule"]),
         "rng": {
             "seed": as_index(rng["seed"], "state.rng.seed", 0, 2**64 - 1),
             "counter": as_index(rng["counter"], "state.rng.counter", 0, _MAX_STREAMS),
         },
     }
+
+
+def _check_optimizer(optimizer):
+    fields = _check_section(optimizer, "optimizer", ("kind", "lr", "beta1", "beta2", "eps", "weight_decay"))
+    _check_equal(fields["kind"], "adamw", "optimizer.kind")
+    max_norm = fields.get("max_norm")
+    if max_norm is not None:
+        max_norm = as_real(max_norm, "state.optimizer.max_norm", 0.0, low_open=True)
+    return {
+        "lr": as_real(fields["lr"], "state.optimizer.lr"),
+        "betas": tuple(
+            as_real(fields[name], f"state.optimizer.{name}", 0.0, 1.0, high_open=True) for name in ("beta1", "beta2")
+        ),
+        "eps": as_real(fields["eps"], "state.optimizer.eps", 0.0),
+        "weight_decay": as_real(fields["weight_decay"], "state.optimizer.weight_decay"),
+        "max_norm": max_norm,
+        "accumulation_steps": as_index(fields.get("accumulation_steps", 1), "state.optimizer.accumulation_steps", 1),
+    }
+
+
+def _registry_entries(config):
+    """The registry as a state describes it."""
+    entries, offset = [], 0
+    for name, shape in config.registry():
+        size = math.prod(shape)
+        entries.append({"name": name, "shape": list(shape), "offset": offset, "size": size})
+        offset += size
+    return entries
+
+
+def _deterministic_profile():
+    return {"name": DETERMINISTIC_PROFILES[-1], "n_shards": 1}
 
 
 def _check_equal(value, wanted, name):

@@ -73,7 +73,7 @@ def rotate_halves(x, base=10000.0):
 
 def attention_block(w, x, n_heads, n_kv_heads, window=0):
     """Output of an attention layer for x (B, L, D), residuals included."""
-    batch, length, d_model = x.shape
+    batch, length, _ = x.shape
     normed = rms_norm(x, w["input_layernorm.weight"], 1e-6)
     q, k, v = (
         (normed @ w[f"{name}_proj.weight"].T).reshape(batch, length, heads, -1)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from bits_models import CONFIGS, MODES, assert_same_bits, assert_same_states, ids, inference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from bits_models import CONFIGS, MODES, assert_same_bits, assert_same_states, ids, inference
 
 models = pytest.mark.parametrize("name", CONFIGS)
 modes = pytest.mark.parametrize("mode", MODES)

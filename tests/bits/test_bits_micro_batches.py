@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from bits_models import CONFIGS, MODES, assert_same_bits, ids, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from bits_models import CONFIGS, MODES, assert_same_bits, ids, weights
 
 from mojolearn._core import linalg
 from mojolearn._gradients import GradientSink, TokenFold, leaf_size

@@ -27,7 +27,9 @@ def test_index_refuses_types(value):
         as_index(value, "n")
 
 
-@pytest.mark.parametrize(("value", "text"), [(0, "at least 1, got 0"), (8, "at most 7, got 8"), (-(2**70), "at least 1")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "at least 1, got 0"), (8, "at most 7, got 8"), (-(2**70), "at least 1")]
+)
 def test_index_range(value, text):
     with pytest.raises(ValueError, match=f"n must be {text}"):
         as_index(value, "n", 1, 7)

@@ -225,7 +225,9 @@ CONSTRUCTION = [
         lambda w: SambaStack(w.config, w.weights, w.generator),
         "both",
     ),
-    Refusal("SambaStack(...)", "generator of another type", T, lambda w: SambaStack(w.config, generator=7), "generator"),
+    Refusal(
+        "SambaStack(...)", "generator of another type", T, lambda w: SambaStack(w.config, generator=7), "generator"
+    ),
     *both("(...)", "a name is missing", V, lambda w, m: m(w.config, w.without("norm_f.weight")), "missing norm_f"),
     *both("(...)", "an unknown name", V, lambda w, m: m(w.config, w.changed("x", w.ids)), "unknown x"),
     *both(
@@ -242,17 +244,37 @@ CONSTRUCTION = [
         lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones(33, F32))),
         r"norm_f.weight.*\(32,\), got \(33,\)",
     ),
-    *both("(...)", "wrong rank", V, lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones((1, 32), F32))), "shape"),
-    *both("(...)", "NaN or infinity in a tensor", V, lambda w, m: m(w.config, w.poisoned("embed.weight")), "embed.weight"),
+    *both(
+        "(...)", "wrong rank", V, lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones((1, 32), F32))), "shape"
+    ),
+    *both(
+        "(...)", "NaN or infinity in a tensor", V, lambda w, m: m(w.config, w.poisoned("embed.weight")), "embed.weight"
+    ),
     *both("(...)", "NaN in a vector", V, lambda w, m: m(w.config, w.poisoned("layers.0.D", np.nan)), "layers.0.D"),
-    *both("(...)", "a list for a tensor", V, lambda w, m: m(w.config, w.changed("norm_f.weight", [1.0] * 32)), "norm_f"),
-    *both("(...)", "float64 tensor", T, lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones(32))), "float32.*<f8"),
-    *both("(...)", "float16 tensor", T, lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones(32, "f2"))), "float32"),
-    *both("(...)", "integer tensor", T, lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones(32, int))), "float32"),
-    *both("(...)", "big-endian tensor", T, lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones(32, ">f4"))), ">f4"),
-    *both("(...)", "unknown numeric mode", V, lambda w, m: m(w.config, w.weights, numeric_mode="exact"), "numeric_mode"),
-    *both("(...)", "mode name in capitals", V, lambda w, m: m(w.config, w.weights, numeric_mode="Fast"), "numeric_mode"),
-    *both("(...)", "numeric mode is not a string", T, lambda w, m: m(w.config, w.weights, numeric_mode=0), "numeric_mode"),
+    *both(
+        "(...)", "a list for a tensor", V, lambda w, m: m(w.config, w.changed("norm_f.weight", [1.0] * 32)), "norm_f"
+    ),
+    *both(
+        "(...)", "float64 tensor", T, lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones(32))), "float32.*<f8"
+    ),
+    *both(
+        "(...)", "float16 tensor", T, lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones(32, "f2"))), "float32"
+    ),
+    *both(
+        "(...)", "integer tensor", T, lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones(32, int))), "float32"
+    ),
+    *both(
+        "(...)", "big-endian tensor", T, lambda w, m: m(w.config, w.changed("norm_f.weight", np.ones(32, ">f4"))), ">f4"
+    ),
+    *both(
+        "(...)", "unknown numeric mode", V, lambda w, m: m(w.config, w.weights, numeric_mode="exact"), "numeric_mode"
+    ),
+    *both(
+        "(...)", "mode name in capitals", V, lambda w, m: m(w.config, w.weights, numeric_mode="Fast"), "numeric_mode"
+    ),
+    *both(
+        "(...)", "numeric mode is not a string", T, lambda w, m: m(w.config, w.weights, numeric_mode=0), "numeric_mode"
+    ),
     Refusal(
         "SambaInference(...)",
         "tensors of two packed formats",
@@ -299,7 +321,12 @@ CONSTRUCTION = [
             ("unknown keyword", T, {"amsgrad": True}, "amsgrad"),
         ]
     ],
-    Refusal("SambaStack.load_weights", "as for the constructor", V, lambda w: w.stack.load_weights(w.without("embed.weight"))),
+    Refusal(
+        "SambaStack.load_weights",
+        "as for the constructor",
+        V,
+        lambda w: w.stack.load_weights(w.without("embed.weight")),
+    ),
     Refusal("SambaStack.load_weights", "NaN", V, lambda w: w.stack.load_weights(w.poisoned("layers.0.D", np.nan))),
 ]
 
@@ -333,20 +360,33 @@ FORWARD = [
     Refusal("step", "`state` is not a SambaState", T, lambda w: w.lm.step(w.ids[:, 0], {}), "state"),
     Refusal("step", "`state` is None", V, lambda w: w.lm.step(w.ids[:, 0], None), "state"),
     Refusal("step", "`state` missing", T, lambda w: w.lm.step(w.ids[:, 0])),
-    Refusal("forward", "state of another batch size", V, lambda w: w.lm.forward(w.ids[:1, :1], w.state), "batch_size 1.* 2"),
-    Refusal("forward", "state with another number of layers", V, lambda w: w.lm.forward(w.ids[:, :1], w.mamba_state), "layers"),
+    Refusal(
+        "forward", "state of another batch size", V, lambda w: w.lm.forward(w.ids[:1, :1], w.state), "batch_size 1.* 2"
+    ),
+    Refusal(
+        "forward",
+        "state with another number of layers",
+        V,
+        lambda w: w.lm.forward(w.ids[:, :1], w.mamba_state),
+        "layers",
+    ),
     Refusal("step", "layer kinds swapped", V, mutate(lambda s: s.layers.reverse()), r"state.layers\[0\]"),
     Refusal(
         "step",
         "a block state of another shape",
         V,
         lambda w: w.lm.step(
-            w.ids[:, 0], SambaState(2, 8, [w.state.layers[0], TransformerBlock(w.attention_weights, n_heads=1).allocate_state(2, 8)])
+            w.ids[:, 0],
+            SambaState(
+                2, 8, [w.state.layers[0], TransformerBlock(w.attention_weights, n_heads=1).allocate_state(2, 8)]
+            ),
         ),
         "",
     ),
     Refusal("step", "NaN in a mamba state", V, mutate(lambda s: put_nan(s.layers[0].h)), r"layers\[0\]"),
-    Refusal("step", "NaN in the used part of the cache", V, mutate(lambda s: put_nan(s.layers[1].k_cache)), r"layers\[1\]"),
+    Refusal(
+        "step", "NaN in the used part of the cache", V, mutate(lambda s: put_nan(s.layers[1].k_cache)), r"layers\[1\]"
+    ),
     Refusal(
         "forward",
         "more tokens than `max_tokens`",
@@ -398,7 +438,13 @@ FORWARD = [
         ]
     ],
     Refusal("SambaInference.loss", "always", NotImplementedError, lambda w: w.lm.loss(w.ids, w.ids), "SambaStack"),
-    Refusal("SambaInference.train_step", "always", NotImplementedError, lambda w: w.lm.train_step(w.ids, w.ids), "SambaStack"),
+    Refusal(
+        "SambaInference.train_step",
+        "always",
+        NotImplementedError,
+        lambda w: w.lm.train_step(w.ids, w.ids),
+        "SambaStack",
+    ),
     Refusal("token_logprobs", "one position", V, lambda w: w.lm.token_logprobs(w.ids[:, :1]), "2 positions"),
     Refusal("SambaState", "layers of another type", T, lambda w: SambaState(1, 4, [None]), r"layers\[0\]"),
     Refusal("SambaState", "more tokens than `max_tokens`", V, lambda w: SambaState(1, 4, [], 5), "tokens"),
@@ -419,7 +465,9 @@ FORWARD = [
 TRAINING = [
     Refusal("train_step, targets", "shape differs", V, lambda w: w.stack.train_step(w.ids, w.ids[:, :5]), "targets"),
     Refusal("train_step, targets", "out of range", V, lambda w: w.stack.train_step(w.ids, w.ids + 10), "targets .* 20"),
-    Refusal("train_step, targets", "negative, not -100", V, lambda w: w.stack.train_step(w.ids, w.ids - 99), "targets .*-99"),
+    Refusal(
+        "train_step, targets", "negative, not -100", V, lambda w: w.stack.train_step(w.ids, w.ids - 99), "targets .*-99"
+    ),
     Refusal("train_step, targets", "float dtype", V, lambda w: w.stack.train_step(w.ids, w.x[:, :, 0]), "targets"),
     Refusal("loss, targets", "shape differs", V, lambda w: w.stack.loss(w.ids, w.ids.T), "targets"),
     Refusal("loss, targets", "all ignored", V, lambda w: w.stack.loss(w.ids, np.full_like(w.ids, -100)), "targets"),
@@ -438,7 +486,9 @@ TRAINING = [
         "8192",
     ),
     *[
-        Refusal("loss_and_grads", condition, error, lambda w, o=options: w.stack.loss_and_grads(w.ids, w.ids, **o), text)
+        Refusal(
+            "loss_and_grads", condition, error, lambda w, o=options: w.stack.loss_and_grads(w.ids, w.ids, **o), text
+        )
         for condition, error, options, text in [
             ("`num_items` 0 or less", V, {"num_items": 0}, "num_items"),
             ("`num_items` above 2^24", V, {"num_items": 2**24 + 1}, "num_items"),
@@ -498,8 +548,12 @@ LATE = [
         errors.NonFiniteError,
         late(lambda s: s.parameters()["norm_f.weight"].fill(3e38)),
     ),
-    Refusal("train_step", "non-finite first moment", errors.NonFiniteError, late(lambda s: put_nan(s.optimizer.exp_avg))),
-    Refusal("train_step", "non-finite second moment", errors.NonFiniteError, late(lambda s: put_nan(s.optimizer.exp_avg_sq))),
+    Refusal(
+        "train_step", "non-finite first moment", errors.NonFiniteError, late(lambda s: put_nan(s.optimizer.exp_avg))
+    ),
+    Refusal(
+        "train_step", "non-finite second moment", errors.NonFiniteError, late(lambda s: put_nan(s.optimizer.exp_avg_sq))
+    ),
     Refusal("train_step", "no random stream left", errors.RandomStreamError, late(exhaust), "stream"),
 ]
 
@@ -550,9 +604,21 @@ STATE = [
 
 
 def state_arrays(w):
-    return [np.array(getattr(w.block_mamba_state, name)) for name in (
-        "theta", "h", "buffer_qrot", "buffer_krot", "buffer_v", "buffer_dt", "buffer_sig", "buffer_adt", "pending_k",
-        "pending_v")]
+    return [
+        np.array(getattr(w.block_mamba_state, name))
+        for name in (
+            "theta",
+            "h",
+            "buffer_qrot",
+            "buffer_krot",
+            "buffer_v",
+            "buffer_dt",
+            "buffer_sig",
+            "buffer_adt",
+            "pending_k",
+            "pending_v",
+        )
+    ]
 
 
 def mamba_step_with(change):
@@ -594,7 +660,13 @@ def make_attention(w, **options):
 BLOCKS = [
     Refusal("Mamba3Block", "weights None", V, lambda w: Mamba3Block(None), "weights"),
     Refusal("Mamba3Block", "weights a list", V, lambda w: Mamba3Block([1]), "weights"),
-    Refusal("Mamba3Block", "missing name", V, lambda w: Mamba3Block({k: v for k, v in w.mamba_weights.items() if k != "D"}), "D"),
+    Refusal(
+        "Mamba3Block",
+        "missing name",
+        V,
+        lambda w: Mamba3Block({k: v for k, v in w.mamba_weights.items() if k != "D"}),
+        "D",
+    ),
     Refusal("Mamba3Block", "unknown name", V, lambda w: Mamba3Block({**w.mamba_weights, "E": w.x}), "E"),
     Refusal("Mamba3Block", "wrong shape", V, lambda w: Mamba3Block({**w.mamba_weights, "D": np.ones(2, F32)}), "D"),
     Refusal("Mamba3Block", "a list for a tensor", V, lambda w: Mamba3Block({**w.mamba_weights, "D": [1.0]}), "D"),
@@ -607,7 +679,12 @@ BLOCKS = [
     ),
     Refusal("TransformerBlock", "weights None", V, lambda w: TransformerBlock(None, n_heads=2), "weights"),
     Refusal("TransformerBlock", "`n_heads` missing", T, lambda w: TransformerBlock(w.attention_weights)),
-    Refusal("TransformerBlock", "float64 tensor", T, lambda w: make_attention(w, changes={"q_proj.weight": np.ones((32, 32))})),
+    Refusal(
+        "TransformerBlock",
+        "float64 tensor",
+        T,
+        lambda w: make_attention(w, changes={"q_proj.weight": np.ones((32, 32))}),
+    ),
     *[
         Refusal("TransformerBlock", condition, error, lambda w, o=options: make_attention(w, **o), text)
         for condition, error, options, text in [
@@ -628,7 +705,9 @@ BLOCKS = [
     *block_case("x of another width", V, lambda w, b, s: b.forward(np.ascontiguousarray(w.x[..., :31]), s), "x"),
     *block_case("x without rows", V, lambda w, b, s: b.forward(w.x[:0], s), "x"),
     *block_case("x without positions", V, lambda w, b, s: b.forward(w.x[:, :0], s), "x"),
-    *block_case("NaN in x", errors.NonFiniteError, lambda w, b, s: b.forward(nan_like(w.x[:, :2]), s), "x must be finite"),
+    *block_case(
+        "NaN in x", errors.NonFiniteError, lambda w, b, s: b.forward(nan_like(w.x[:, :2]), s), "x must be finite"
+    ),
     *block_case("step with two positions", V, lambda w, b, s: b.step(w.x[:, :2], s), "x"),
     *block_case("step without a state", V, lambda w, b, s: b.step(w.x[:, 0], None), "state"),
     *block_case("lengths with a state", V, lambda w, b, s: b.forward(w.x[:, :2], s, lengths=[1, 2]), "lengths"),
@@ -646,7 +725,9 @@ BLOCKS = [
     Refusal("Mamba3Block.allocate_state", "0", V, lambda w: w.mamba.allocate_state(0), "batch_size"),
     Refusal("Mamba3Block.allocate_state", "a float", T, lambda w: w.mamba.allocate_state(2.0), "batch_size"),
     Refusal("TransformerBlock.allocate_state", "0", V, lambda w: w.attention.allocate_state(1, 0), "max_tokens"),
-    Refusal("TransformerBlock.allocate_state", "a string", T, lambda w: w.attention.allocate_state("1", 2), "batch_size"),
+    Refusal(
+        "TransformerBlock.allocate_state", "a string", T, lambda w: w.attention.allocate_state("1", 2), "batch_size"
+    ),
     Refusal(
         "TransformerBlock.allocate_state",
         "more than `max_positions`",
@@ -661,12 +742,30 @@ BLOCKS = [
         lambda w: w.attention.forward(w.x[:, :3], w.block_attention_state),
         "8.*9|9.*8",
     ),
-    Refusal("Mamba3State", "`buffered_tokens` above 64", V, lambda w: Mamba3State(*state_arrays(w), buffered_tokens=65), "buffered"),
-    Refusal("Mamba3State", "`buffered_tokens` negative", V, lambda w: Mamba3State(*state_arrays(w), buffered_tokens=-1), "buffered"),
+    Refusal(
+        "Mamba3State",
+        "`buffered_tokens` above 64",
+        V,
+        lambda w: Mamba3State(*state_arrays(w), buffered_tokens=65),
+        "buffered",
+    ),
+    Refusal(
+        "Mamba3State",
+        "`buffered_tokens` negative",
+        V,
+        lambda w: Mamba3State(*state_arrays(w), buffered_tokens=-1),
+        "buffered",
+    ),
     Refusal("Mamba3State", "an array is None", V, lambda w: Mamba3State(None, *state_arrays(w)[1:]), "theta"),
     Refusal("Mamba3State", "NaN in theta, at the next call", V, mamba_step_with(lambda s: put_nan(s.theta)), "theta"),
     Refusal("Mamba3State", "NaN in h, at the next call", V, mamba_step_with(lambda s: put_nan(s.h)), "h "),
-    Refusal("Mamba3State", "NaN in a buffer, at the next call", V, mamba_step_with(lambda s: put_nan(s.buffer_v)), "buffer_v"),
+    Refusal(
+        "Mamba3State",
+        "NaN in a buffer, at the next call",
+        V,
+        mamba_step_with(lambda s: put_nan(s.buffer_v)),
+        "buffer_v",
+    ),
     Refusal(
         "Mamba3State.set_input_states",
         "wrong shape",
@@ -708,10 +807,16 @@ LIBRARY = [
     Refusal("set_num_threads", "0", V, lambda w: mojolearn.set_num_threads(0), "at least 1, got 0"),
     Refusal("set_num_threads", "a float", T, lambda w: mojolearn.set_num_threads(2.0), "n must be an integer"),
     Refusal("set_num_threads", "above 256", V, lambda w: mojolearn.set_num_threads(257), "at most 256"),
-    Refusal("from_checkpoint", "no such file", FileNotFoundError, lambda w: SambaStack.from_checkpoint("/nonexistent/a")),
+    Refusal(
+        "from_checkpoint", "no such file", FileNotFoundError, lambda w: SambaStack.from_checkpoint("/nonexistent/a")
+    ),
     Refusal("from_checkpoint", "path of another type", T, lambda w: SambaStack.from_checkpoint(None)),
-    Refusal("from_checkpoint", "unknown numeric mode", V, lambda w: SambaStack.from_checkpoint("a", "exact"), "numeric_mode"),
-    Refusal("from_checkpoint", "not a checkpoint", errors.CheckpointError, lambda w: SambaStack.from_checkpoint(__file__)),
+    Refusal(
+        "from_checkpoint", "unknown numeric mode", V, lambda w: SambaStack.from_checkpoint("a", "exact"), "numeric_mode"
+    ),
+    Refusal(
+        "from_checkpoint", "not a checkpoint", errors.CheckpointError, lambda w: SambaStack.from_checkpoint(__file__)
+    ),
     Refusal(
         "SambaInference.from_checkpoint",
         "not a checkpoint",
@@ -719,8 +824,19 @@ LIBRARY = [
         lambda w: SambaInference.from_checkpoint(__file__),
     ),
     Refusal("save_checkpoint", "path of another type", T, lambda w: w.stack.save_checkpoint(None)),
-    Refusal("save_checkpoint", "folder does not exist", FileNotFoundError, lambda w: w.stack.save_checkpoint("/nonexistent/a")),
-    Refusal("save_checkpoint", "unknown compression", V, lambda w: w.stack.save_checkpoint("a", compression="gz"), "compression"),
+    Refusal(
+        "save_checkpoint",
+        "folder does not exist",
+        FileNotFoundError,
+        lambda w: w.stack.save_checkpoint("/nonexistent/a"),
+    ),
+    Refusal(
+        "save_checkpoint",
+        "unknown compression",
+        V,
+        lambda w: w.stack.save_checkpoint("a", compression="gz"),
+        "compression",
+    ),
     Refusal(
         "save_checkpoint",
         "`extra` in a plain archive",
@@ -734,7 +850,12 @@ LIBRARY = [
     Refusal("lowbit.pack_one", "not a matrix", V, lambda w: lowbit.pack_one(w.x, "int8")),
     Refusal("lowbit.pack_one", "float64", T, lambda w: lowbit.pack_one(np.ones((2, 2)), "int8")),
     Refusal("lowbit.BF16Weight", "wrong dtype", T, lambda w: lowbit.BF16Weight(np.ones((2, 2), np.int16))),
-    Refusal("lowbit.Int8Weight", "wrong dtype", T, lambda w: lowbit.Int8Weight(np.ones((2, 2), np.int8), np.ones(2, np.int64))),
+    Refusal(
+        "lowbit.Int8Weight",
+        "wrong dtype",
+        T,
+        lambda w: lowbit.Int8Weight(np.ones((2, 2), np.int8), np.ones(2, np.int64)),
+    ),
 ]
 
 SECTIONS = {

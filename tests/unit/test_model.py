@@ -133,7 +133,7 @@ def test_capacity(lm):
     lm.forward(IDS[:, :8], state)
     before = state.to_dict()
     for call in (lambda: lm.step(IDS[:, 8], state), lambda: lm.forward(IDS[:, 8:], state)):
-        with pytest.raises(CapacityError, match="max_tokens = 8 .* 9 "):
+        with pytest.raises(CapacityError, match=r"max_tokens = 8 .* 9 "):
             call()
     fresh = lm.allocate_state(2, 8)
     with pytest.raises(CapacityError, match="9"):

@@ -55,7 +55,7 @@ def test_weights_are_copied():
 
 def test_initialization_takes_a_stream_for_each_tensor_that_draws():
     stack = new()
-    drawn = [n for n, s in CONFIG.registry() if len(s) == 2 and n.endswith(".weight") or n.endswith("dt_bias")]
+    drawn = [n for n, s in CONFIG.registry() if (len(s) == 2 and n.endswith(".weight")) or n.endswith("dt_bias")]
     assert stack.generator.counter == len(drawn)
     assert (stack.parameters()["layers.0.D"] == 1).all()
     assert (stack.parameters()["layers.0.B_bias"] == 1).all()
