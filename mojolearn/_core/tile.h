@@ -50,40 +50,6 @@ typedef struct {
 } Leaf;
 
 /* ---- one row, exactly, in spite of underflow -------------------------------------------------------------------- */
-#define PANEL_FLOAT32 0
-#define PANEL_BFLOAT16 1
-#define PANEL_INT8 2
-#define PANEL_INT8_PLAIN 3 /* some row's exponent is too near the limits for the shorter widening */
-
-/* W columns of one step of a panel. Layouts: float32 [step][32]; bfloat16 [step][16] words of column i below column
- * i + 16; int8 [step / 2][16] words of u = code + 128 with the bytes (step, i), (step, i + 16), (step + 1, i),
- * (step + 1, i + 16). */
-MOJO_INLINE void panel_load(const int format, const char *panel, const float *scales, ptrdiff_t step, vf *columns) {
-    if (format == PANEL_FLOAT32) {
-        const float *at = (const float *)panel + step * PANEL;
-#pragma GCC unroll 8
-        for (int q = 0; q < PANEL_VECTORS; q++) columns[q] = vload(at + q * W);
-    } else if (format == PANEL_BFLOAT16) {
-        const int32_t *at = (const int32_t *)panel + step * (PANEL / 2);
-#pragma GCC unroll 4
-        for (int q = 0; q < PANEL_VECTORS / 2; q++) {
-            vi words = viload(at + q * W);
-            columns[q] = vasfloat(vishl(words, 16));
-            columns[q + PANEL_VECTORS / 2] = vasfloat(viand(words, viset((int32_t)0xffff0000u)));
-        }
-    } else {
-        const int32_t *at = (const int32_t *)panel + (step / 2) * (PANEL / 2);
-#pragma GCC unroll 4
-        for (int q = 0; q < PANEL_VECTORS / 2; q++) {
-            vi words = viload(at + q * W);
-            if (step & 1) words = viand(vishr(words, 16), viset(0xffff));
-            vi low = viand(words, viset(0xff)), high = viand(vishr(words, 8), viset(0xff));
-            columns[q] = vmul(vtofloat(visub(low, viset(128))), vload(scales + q * W));
-            columns[q + PANEL_VECTORS / 2] = vmul(vtofloat(visub(high, viset(128))), vload(scales + PANEL / 2 + q * W));
-        }
-    }
-}
-
 /* F(fma(x, w, sum)) under gradual underflow, in memory so that it stays between the two changes of mode */
 MOJO_NOINLINE void gradual_step(const vf *x, const vf *w, vf *sum, ptrdiff_t vectors) {
     fp_exact();
@@ -112,29 +78,20 @@ MOJO_INLINE void exact_step(const int vectors, float x, const vf *w, vf *sum) {
     for (int q = 0; q < vectors; q++) sum[q] = next[q];
 }
 
-/* Row `row` of a tile: x has its elements x_step apart; `panel` begins with the first of the columns. */
-MOJO_INLINE void exact_row_body(const int format, const int vectors, const float *x, ptrdiff_t x_step,
-                                const char *panel, const float *scales, ptrdiff_t first, ptrdiff_t row,
-                                const Leaf *leaf) {
-    vf acc[PANEL_VECTORS], w[PANEL_VECTORS];
-    for (int q = 0; q < vectors; q++)
-        acc[q] = leaf->seed ? vload(leaf->seed + row * TILE_COLUMNS + q * W) : vzero();
-    for (ptrdiff_t p = 0; p < leaf->steps; p++) {
-        if (format == PANEL_FLOAT32)
-            for (int q = 0; q < vectors; q++) w[q] = vload((const float *)panel + (first + p) * PANEL + q * W);
-        else
-            panel_load(format, panel, scales, first + p, w);
-        exact_step(vectors, x[p * x_step], w, acc);
-    }
-    for (ptrdiff_t i = 0; i < leaf->merges; i++)
-        for (int q = 0; q < vectors; q++)
-            acc[q] = vadd(vload(leaf->older[i].data + row * leaf->older[i].stride + q * W), acc[q]);
-    for (int q = 0; q < vectors; q++) vstore(leaf->out + row * leaf->out_stride + q * W, acc[q]);
-}
-
+/* Row `row` of a tile; the elements of x are x_step apart. */
 MOJO_NOINLINE void exact_tile_row(const float *x, ptrdiff_t x_step, const float *columns, ptrdiff_t row,
                                   const Leaf *leaf) {
-    exact_row_body(PANEL_FLOAT32, TILE_VECTORS, x, x_step, (const char *)columns, NULL, 0, row, leaf);
+    vf acc[TILE_VECTORS], w[TILE_VECTORS];
+    for (int q = 0; q < TILE_VECTORS; q++)
+        acc[q] = leaf->seed ? vload(leaf->seed + row * TILE_COLUMNS + q * W) : vzero();
+    for (ptrdiff_t p = 0; p < leaf->steps; p++) {
+        for (int q = 0; q < TILE_VECTORS; q++) w[q] = vload(columns + p * PANEL + q * W);
+        exact_step(TILE_VECTORS, x[p * x_step], w, acc);
+    }
+    for (ptrdiff_t i = 0; i < leaf->merges; i++)
+        for (int q = 0; q < TILE_VECTORS; q++)
+            acc[q] = vadd(vload(leaf->older[i].data + row * leaf->older[i].stride + q * W), acc[q]);
+    for (int q = 0; q < TILE_VECTORS; q++) vstore(leaf->out + row * leaf->out_stride + q * W, acc[q]);
 }
 
 /* ---- the tile of the products of many rows ------------------------------------------------------------------------ */

@@ -1,0 +1,96 @@
+# Products of a few rows with a packed weight. Needs fold.pxi; the weight comes from PackedWeight (packed_weight.pxi).
+
+cdef extern from "panel.h" nogil:
+    enum:
+        PANEL
+        PANEL_VECTORS
+        PANEL_FLOAT32
+        PANEL_BFLOAT16
+        PANEL_INT8
+        PANEL_INT8_PLAIN
+        MATVEC_ROWS
+        MATVEC_FLOATS
+    const int* matvec_streams
+    void matvec_run(int format, int log2_rows, bint several, const char* panels, Py_ssize_t panel_bytes,
+                    const float* scales, Py_ssize_t first, Py_ssize_t last, const float** x, float* out)
+    void exact_matvec(int format, const char* panel, const float* scales, Py_ssize_t first, Py_ssize_t last,
+                      const float* x, float* out)
+    void panel_widen(int format, const char* panel, const float* scales, Py_ssize_t first, Py_ssize_t last, float* out)
+    void pack_halves(bint int8, const char* rows, Py_ssize_t row_bytes, Py_ssize_t columns, int q, int32_t* out)
+
+# A weight (outputs, steps) in panels of PANEL outputs; see panel.h for the layouts.
+cdef struct PanelMatrix:
+    const char* data
+    const float* scales                # of int8: one for every output, padding included
+    int format
+    Py_ssize_t outputs, steps
+    Py_ssize_t panels, panel_bytes
+
+cdef enum:
+    MATVEC_LEVELS = 11                 # at most 1024 leaves
+
+
+cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t streams, bint several, int log2_rows,
+                       const float** x, Py_ssize_t rows, float* out, Py_ssize_t out_stride, bint checked) noexcept nogil:
+    """Neighbouring panels times up to 2**log2_rows rows; ``rows`` of the results are wanted."""
+    cdef float waiting[MATVEC_LEVELS][MATVEC_FLOATS]
+    cdef float sums[MATVEC_FLOATS]
+    cdef Py_ssize_t levels[FOLD_LEVELS]
+    cdef Py_ssize_t width = 1 << log2_rows, count = streams * width * PANEL
+    cdef Py_ssize_t leaf = profile_leaf(w.steps), leaves = ceil_div(w.steps, leaf)
+    cdef Py_ssize_t t, i, z, r, first, last, merges, columns
+    cdef const char* data = w.data + panel * w.panel_bytes
+    cdef const float* scales = w.scales + panel * PANEL
+    for t in range(leaves):
+        first = t * leaf
+        last = min(first + leaf, w.steps)
+        matvec_run(w.format, log2_rows, several, data, w.panel_bytes, scales, first, last, x, sums)
+        if checked and fp_underflowed():
+            for z in range(streams):
+                for r in range(rows):
+                    exact_matvec(w.format, data + z * w.panel_bytes, scales + z * PANEL, first, last, x[r],
+                                 sums + (z * width + r) * PANEL)
+            fp_fast()
+        merges = merged_levels(t, t == leaves - 1, levels)
+        for i in range(merges):
+            z = 0
+            while z < count:
+                vstore(sums + z, vadd(vload(waiting[levels[i]] + z), vload(sums + z)))
+                z += vlanes
+        if t < leaves - 1:
+            memcpy(waiting[merges], sums, 4 * count)
+    for z in range(streams):
+        columns = min(w.outputs - (panel + z) * PANEL, <Py_ssize_t> PANEL)
+        for r in range(rows):
+            memcpy(out + r * out_stride + (panel + z) * PANEL, sums + (z * width + r) * PANEL, 4 * columns)
+
+
+cdef void panel_matvec(const PanelMatrix* w, const float* x, Py_ssize_t x_stride, Py_ssize_t rows, Py_ssize_t first,
+                       Py_ssize_t last, float* out, Py_ssize_t out_stride, bint checked) noexcept nogil:
+    """out (rows, outputs) = x (rows, steps) times the transpose of w, columns of panels [first, last) only.
+
+    ``checked`` is false in mode fast. Enters and leaves in exact floating-point mode.
+    """
+    cdef const float* group[8]
+    cdef Py_ssize_t row = 0, r, taken, panel, streams
+    cdef int log2_rows
+    fp_fast()
+    while row < rows:
+        taken = min(rows - row, <Py_ssize_t> MATVEC_ROWS)
+        log2_rows = 0
+        while (1 << log2_rows) < taken:
+            log2_rows += 1
+        for r in range(1 << log2_rows):
+            # rows that are missing repeat the first, and their results are left
+            group[r] = x + (row + (r if r < taken else 0)) * x_stride
+        streams = matvec_streams[log2_rows]
+        panel = first
+        while panel < last:
+            if panel + streams <= last:
+                matvec_group(w, panel, streams, True, log2_rows, group, taken, out + row * out_stride, out_stride, checked)
+                panel += streams
+            else:
+                matvec_group(w, panel, 1, False, log2_rows, group, taken, out + row * out_stride, out_stride, checked)
+                panel += 1
+        row += taken
+    fp_exact()
