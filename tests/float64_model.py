@@ -94,16 +94,17 @@ def attention_block(w, x, n_heads, n_kv_heads, window=0):
     return x + gated @ w["down_proj.weight"].T
 
 
+BLOCKS = {"mamba3": mamba3_block, "attention": attention_block}
+
+
 def logits(config, weights, ids):
     """Logits (B, L, vocab) of a model, `weights` float64 by registry name."""
     x = weights["embed.weight"][ids]
     for i, kind in enumerate(config.layers):
         prefix = f"layers.{i}."
         layer = {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
-        if kind == "mamba3":
-            x = mamba3_block(layer, x)
-        else:
-            x = attention_block(layer, x, config.n_heads, config.n_kv_heads)
+        heads = () if kind == "mamba3" else (config.n_heads, config.n_kv_heads)
+        x = BLOCKS[kind](layer, x, *heads)
     head = weights["embed.weight" if config.tie_embeddings else "lm_head.weight"]
     return rms_norm(x, weights["norm_f.weight"], config.norm_eps) @ head.T
 

@@ -233,8 +233,3 @@ def test_lowbit():
     assert_same_bytes(int8.codes, arrays["int8_codes"], "int8 codes")
     assert_same_bytes(int8.exponents, arrays["int8_exponents"], "int8 exponents")
     assert_same_bytes(lowbit.materialize_one(int8), arrays["int8_back"], "int8 widened")
-
-
-def test_every_file_is_used():
-    used = {*FORWARD, *TRAIN, "forward_ragged", "block_mamba3", "block_window", "rng", "lowbit"}
-    assert {path.stem for path in HERE.glob("*.npz")} == used

@@ -138,8 +138,17 @@ def test_ids_ignore():
 
 @pytest.mark.parametrize(
     "value",
-    [[[1, 2]], None, "12", 3, np.ones((1, 2)), np.ones((1, 2), bool), np.ones(2, int), np.ones((0, 2), int)]
-    + [np.ones((1, 2), ">i4")],
+    [
+        [[1, 2]],
+        None,
+        "12",
+        3,
+        np.ones((1, 2)),
+        np.ones((1, 2), bool),
+        np.ones(2, int),
+        np.ones((0, 2), int),
+        np.ones((1, 2), ">i4"),
+    ],
 )
 def test_ids_refuse(value):
     with pytest.raises(ValueError, match="ids must"):

@@ -910,8 +910,8 @@ def page():
         "",
         "What a wrong call raises. `CheckpointError`, `RandomStreamError`, `CapacityError` and `NonFiniteError` are",
         "subclasses of `ValueError`, so `except ValueError` catches every refusal of a value. The message names the",
-        "argument, what came and what was wanted. A refused call changes nothing: no state, parameter, moment, step count",
-        "or random stream, also when the reason is found late.",
+        "argument, what came and what was wanted. A refused call changes nothing: no state, parameter, moment, step",
+        "count or random stream, also when the reason is found late.",
         "",
         "This page is written from the table in `tests/unit/test_errors.py`, which tests each row.",
     ]
