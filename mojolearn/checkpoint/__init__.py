@@ -78,7 +78,7 @@ def save(path, state, *, compression="zstd", level=None, extra=None):
     check_plain(described, "state")
     validate.check_training(described, entries, known_keys_only=compression is not None)
     with replacing(path) as descriptor, Pipeline() as pipeline:
-        file = HashingWriter(descriptor)
+        file = HashingWriter(descriptor, pipeline)
         if compression is None:
             return write_stream(file, pipeline, {**described, **arrays})
         writer = ArchiveWriter(file, pipeline, "training", described, entries, extra, level)
@@ -139,8 +139,9 @@ def inspect(path, verify=False):
     dict
         JSON values: ``layout``, ``kind``, ``file_size``, ``config``, ``num_parameters``, ``weight_format``,
         ``numeric_mode``, ``deterministic_profile``, ``step``, ``optimizer``, ``schedule``, ``rng`` (None in a file of
-        weights alone), ``tensors`` (list of name, shape), ``arrays`` (list of name, dtype, shape, nbytes, stored
-        bytes, sha256), ``extra``, ``verified`` and ``sha256`` of the file (None unless verified).
+        weights alone), ``tensors`` (name and shape of each), ``arrays`` (name, dtype, shape, nbytes, stored bytes and
+        digest of each, the digest as the layout defines it), ``extra``, ``verified``, and ``sha256`` of the file, None
+        unless verified.
 
     Raises
     ------
@@ -178,7 +179,7 @@ def inspect(path, verify=False):
                     "shape": list(entry.shape),
                     "nbytes": entry.nbytes,
                     "stored": stored[entry.name],
-                    "sha256": digests[entry.name],
+                    "digest": digests[entry.name],
                 }
                 for entry in reader.entries
             ],

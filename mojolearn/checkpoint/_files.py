@@ -11,12 +11,17 @@ from mojolearn.errors import CheckpointError
 __all__ = ["HashingReader", "HashingWriter", "naming", "opened"]
 
 
+# Bytes after which the disk is put to work, so that the wait at the end is short.
+_WRITE_BACK = 32 << 20
+
+
 class HashingWriter:
     """A file descriptor to write to, with the digest of what was written.
 
     Parameters
     ----------
     file : int
+    pipeline : Pipeline
 
     Attributes
     ----------
@@ -25,19 +30,36 @@ class HashingWriter:
         Bytes written so far.
     """
 
-    def __init__(self, file):
+    def __init__(self, file, pipeline):
         self._file = file
+        self._pipeline = pipeline
+        self._syncing = None
+        self._next_sync = _WRITE_BACK
         self.digest = hashlib.sha256()
         self.position = 0
 
-    def write(self, data):
-        """Write and hash all of a bytes-like object."""
-        view = memoryview(data).cast("B")
-        self.digest.update(view)
-        while view:
-            written = os.write(self._file, view)
+    def write(self, *pieces):
+        """Write and hash all of some bytes-like objects."""
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        for view in views:
+            self.digest.update(view)
+        while views:
+            written = os.writev(self._file, views)
             self.position += written
-            view = view[written:]
+            while views and written >= len(views[0]):
+                written -= len(views.pop(0))
+            if written:
+                views[0] = views[0][written:]
+        if self.position >= self._next_sync:
+            self._next_sync = self.position + _WRITE_BACK
+            self.settle()
+            self._syncing = self._pipeline.on_disk_thread(os.fdatasync, self._file)
+
+    def settle(self):
+        """Wait for the disk. An error that it reports is raised here, and only here: the system tells it once."""
+        if self._syncing is not None:
+            syncing, self._syncing = self._syncing, None
+            syncing.result()
 
 
 class HashingReader:
@@ -61,15 +83,17 @@ class HashingReader:
 
     def take(self, count, what):
         """The next `count` bytes; `what` they are is named in the error if the file ends before."""
-        if count > self.size - self.position:
+        if count > self.size - self.position:  # before memory is taken
             self._ended(what)
         data = bytearray(count)
         self.fill(data, what)
-        return bytes(data) if count < 1 << 16 else data
+        return bytes(data)
 
     def fill(self, buffer, what):
         """Read the next bytes into a writable buffer."""
         view = memoryview(buffer).cast("B")
+        if len(view) > self.size - self.position:
+            self._ended(what)
         filled = 0
         while filled < len(view):
             count = os.preadv(self._file, [view[filled:]], self.position)

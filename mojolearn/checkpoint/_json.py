@@ -151,8 +151,6 @@ def parse(text, what, max_marks, exact_numbers=False):
         return value
 
     try:
-        return json.loads(
-            text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite, parse_int=integer
-        )
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite, parse_int=integer)
     except (json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{what} is not valid JSON: {error}") from None

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["Pipeline"]
 
-# Compressing and joining planes; hashing has one thread more because a digest is one chain.
+# Compressing and joining planes; hashing and the disk have a thread each because a digest is one chain and the disk
+# makes one wait.
 _WORKERS = 2
 _AHEAD = 4
 
@@ -14,11 +15,20 @@ class Pipeline:
     """Threads for the parts of saving and loading that release the interpreter lock.
 
     The results never depend on the number of threads: each part is worked on alone and taken in order.
+
+    Attributes
+    ----------
+    slots : int
+        How many buffers to use in turn for the jobs of `map`: one comes up again only when the result of its last
+        job has been taken and the next one asked for.
     """
+
+    slots = _AHEAD + 2
 
     def __init__(self):
         self._workers = ThreadPoolExecutor(_WORKERS, "mojolearn-checkpoint")
         self._hasher = ThreadPoolExecutor(1, "mojolearn-digest")
+        self._disk = ThreadPoolExecutor(1, "mojolearn-disk")
 
     def __enter__(self):
         return self
@@ -30,6 +40,11 @@ class Pipeline:
         """End the threads."""
         self._workers.shutdown(cancel_futures=True)
         self._hasher.shutdown(cancel_futures=True)
+        self._disk.shutdown(cancel_futures=True)
+
+    def on_disk_thread(self, function, *args):
+        """Start a call that waits for the disk; returns its future."""
+        return self._disk.submit(function, *args)
 
     def map(self, function, arguments):
         """Results of ``function(*args)`` for each args of an iterable, in order, worked on a few at a time."""

@@ -8,27 +8,19 @@ import numpy as np
 
 __all__ = ["join_planes", "split_planes"]
 
-# Elements joined at once: small enough that the passes over them stay in the first level of cache.
-_BLOCK = 1 << 13
-
 _UNSIGNED = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
-def split_planes(data, itemsize):
+def split_planes(data, planes):
     """Split little-endian elements into byte planes.
 
     Parameters
     ----------
     data : ndarray of uint8, shape (n * itemsize,)
-    itemsize : int
-        Bytes of an element.
-
-    Returns
-    -------
-    ndarray of uint8, shape (itemsize, n), C-contiguous
-        Row k holds byte k of every element, least significant first.
+    planes : ndarray of uint8, shape (itemsize, n)
+        Written: row k holds byte k of every element, least significant first.
     """
-    return np.ascontiguousarray(data.reshape(-1, itemsize).T)
+    planes[:] = data.reshape(-1, len(planes)).T
 
 
 def join_planes(planes, out):
@@ -45,10 +37,7 @@ def join_planes(planes, out):
         out[:] = planes[0]
         return
     words = out.view(_UNSIGNED[len(planes)])
-    for start in range(0, len(words), _BLOCK):
-        part = slice(start, start + _BLOCK)
-        word = words[part]
-        word[:] = planes[-1][part]
-        for plane in reversed(planes[:-1]):
-            np.left_shift(word, 8, out=word)
-            np.bitwise_or(word, plane[part], out=word)
+    words[:] = planes[-1]
+    for plane in reversed(planes[:-1]):
+        np.left_shift(words, 8, out=words)
+        np.bitwise_or(words, plane, out=words)

@@ -4,7 +4,6 @@
 """
 
 import hashlib
-import os
 import struct
 
 import numpy as np
@@ -37,10 +36,11 @@ MAX_LEVEL = zstandard.MAX_COMPRESSION_LEVEL
 _LENGTH = struct.Struct("<I")
 _SIZE = struct.Struct("<Q")
 _DIGEST_BYTES = 32
+_CHECKSUM_BYTES = 4  # of a zstd frame: the low half of XXH64 of its content
 _TRAILER_BYTES = len(END) + _SIZE.size + _DIGEST_BYTES
 
-# A frame has at least a magic number, a descriptor, a content size and a block header.
-_FRAME_MIN = 9
+# A frame has at least a magic number, a descriptor, a content size, a block header and a checksum.
+_FRAME_MIN = 4 + 1 + 1 + 3 + _CHECKSUM_BYTES
 
 
 def _frame_max(nbytes):
@@ -53,31 +53,34 @@ def _compressor(level):
     # entropy coding, so they are not looked for; for the same reason a tiny table is as good as a big one.
     tuned = {"min_match": 7}
     if level == DEFAULT_LEVEL:
-        tuned["hash_log"] = 10
-    parameters = zstandard.ZstdCompressionParameters.from_level(level, source_size=CHUNK_ELEMENTS, **tuned)
+        tuned["hash_log"] = 9
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        level, source_size=CHUNK_ELEMENTS, write_checksum=True, **tuned
+    )
     return zstandard.ZstdCompressor(compression_params=parameters)
 
 
-def _encode(data, itemsize, level):
-    """Frames of one chunk with their lengths, ready to be written."""
+def _encode(data, planes, level):
+    """Frames of one chunk, one per byte plane; `planes` is room to work in."""
+    split_planes(data, planes)
     compressor = _compressor(level)
-    pieces = []
-    for plane in split_planes(data, itemsize):
-        frame = compressor.compress(plane)
-        pieces += [_LENGTH.pack(len(frame)), frame]
-    return b"".join(pieces)
+    return [compressor.compress(plane) for plane in planes]
 
 
-def _decode(frames, nbytes, itemsize, what, out):
+def _decode(frames, what, out):
     """The elements of one chunk, from its frames."""
+    size = len(out) // len(frames)
+    decompressor = zstandard.ZstdDecompressor()
     planes = []
     for frame in frames:
         try:
             described = zstandard.get_frame_parameters(frame)
-            if described.content_size != nbytes // itemsize or described.dict_id:
-                raise CheckpointError(f"{what}: a frame says it holds {described.content_size} bytes, "
-                                      f"not {nbytes // itemsize}")  # fmt: skip
-            plane = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+            if described.content_size != size or not described.has_checksum or described.dict_id:
+                raise CheckpointError(
+                    f"{what}: a frame must hold {size} bytes and a checksum, but says it holds "
+                    f"{described.content_size} with{'' if described.has_checksum else 'out'} checksum"
+                )
+            plane = decompressor.decompress(frame, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise CheckpointError(f"{what}: a frame is damaged ({error})") from None
         planes.append(np.frombuffer(plane, np.uint8))
@@ -90,8 +93,7 @@ class ArchiveWriter:
 
     Parameters
     ----------
-    file : file
-        Opened for writing; what is written is also added to `digest`.
+    file : HashingWriter
     pipeline : Pipeline
     kind : {"training", "inference"}
     state : dict
@@ -159,17 +161,24 @@ class ArchiveWriter:
         file = self._file
         file.write(END + _SIZE.pack(file.position + _TRAILER_BYTES))
         file.write(file.digest.digest())
+        file.settle()
         return file.digest.hexdigest()
 
     def _section(self, data, itemsize):
-        digest = hashlib.sha256()
+        content = hashlib.sha256()
         step = CHUNK_ELEMENTS * itemsize
-        # Copied, so that the digest and the frames agree even if somebody changes the array meanwhile.
-        chunks = (data[start : start + step].copy() for start in range(0, len(data), step))
-        jobs = ((chunk, itemsize, self._level) for chunk in self._pipeline.hashed(digest, chunks))
-        for frames in self._pipeline.map(_encode, jobs):
-            self._file.write(frames)
-        self._file.write(digest.digest())
+        rooms = [np.empty(min(step, len(data)), np.uint8) for _ in range(self._pipeline.slots)]
+
+        def jobs():
+            for index, start in enumerate(range(0, len(data), step)):
+                chunk = data[start : start + step]
+                yield chunk, rooms[index % len(rooms)][: len(chunk)].reshape(itemsize, -1), self._level
+
+        for frames in self._pipeline.map(_encode, jobs()):
+            for frame in frames:
+                content.update(frame[-_CHECKSUM_BYTES:])
+                self._file.write(_LENGTH.pack(len(frame)), frame)
+        self._file.write(content.digest())
 
 
 class ArchiveReader:
@@ -198,6 +207,7 @@ class ArchiveReader:
     def __init__(self, file, pipeline):
         self._file = file
         self._pipeline = pipeline
+        self._turns = range(pipeline.slots)
         header = self._read_header()
         self.kind, self.state = header["kind"], header["state"]
         self.entries = [
@@ -292,12 +302,12 @@ class ArchiveReader:
         entry : ArrayEntry
             One of `entries`, later than those read so far.
         target : ndarray of uint8 or None
-            Where the array's bytes go. None: into memory that lives as long as the part.
+            Where the array's bytes go.
 
         Yields
         ------
         ndarray of uint8
-            The next piece of the array's bytes.
+            The next piece of the array's bytes. Without a `target` it lasts until the next one is asked for.
 
         Raises
         ------
@@ -313,22 +323,29 @@ class ArchiveReader:
         self._pass_over(start)
         what = f"array {entry.name}"
 
+        content = hashlib.sha256()
+        step = min(self._chunk_elements * entry.itemsize, entry.nbytes)
+        rooms = [np.empty(entry.itemsize * _frame_max(step // entry.itemsize), np.uint8) for _ in self._turns]
+        parts = None if target is not None else [np.empty(step, np.uint8) for _ in self._turns]
+
         def jobs():
             start = 0
-            for nbytes in self._chunks(entry):
-                frames = []
+            for index, nbytes in enumerate(self._chunks(entry)):
+                turn = index % len(rooms)
+                room, frames = rooms[turn], []
                 for _ in range(entry.itemsize):
                     (length,) = _LENGTH.unpack(self._file.take(_LENGTH.size, what))
-                    if length > _frame_max(nbytes):
+                    if length > _frame_max(nbytes // entry.itemsize):
                         raise CheckpointError(f"{what}: a frame's length is given as {length} bytes")
-                    frames.append(self._file.take(length, what))
-                out = np.empty(nbytes, np.uint8) if target is None else target[start : start + nbytes]
-                yield frames, nbytes, entry.itemsize, what, out
+                    frame, room = room[:length], room[length:]
+                    self._file.fill(frame, what)
+                    content.update(frame[-_CHECKSUM_BYTES:])
+                    frames.append(frame)
+                yield frames, what, target[start : start + nbytes] if parts is None else parts[turn][:nbytes]
                 start += nbytes
 
-        digest = hashlib.sha256()
-        yield from self._pipeline.hashed(digest, self._pipeline.map(_decode, jobs()))
-        if self._file.take(_DIGEST_BYTES, f"the digest of {what}") != digest.digest():
+        yield from self._pipeline.map(_decode, jobs())
+        if self._file.take(_DIGEST_BYTES, f"the digest of {what}") != content.digest():
             raise CheckpointError(f"{what} does not match its digest")
 
     def digests(self):

@@ -57,6 +57,7 @@ def write_stream(file, pipeline, state):
     for data in arrays.values():
         for start in range(0, len(data), _PART):
             file.write(data[start : start + _PART])
+    file.settle()
     return file.digest.hexdigest()
 
 

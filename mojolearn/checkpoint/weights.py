@@ -67,7 +67,7 @@ def save_weights(path, config, tensors, format="float32", *, packed=None, level=
     state = {"schema": validate.WEIGHTS_SCHEMA, "profile": validate.PROFILE, "config": config, "format": format}
     check_plain(state, "config")
     with replacing(path) as descriptor, Pipeline() as pipeline:
-        writer = ArchiveWriter(HashingWriter(descriptor), pipeline, "inference", state, entries, extra, level)
+        writer = ArchiveWriter(HashingWriter(descriptor, pipeline), pipeline, "inference", state, entries, extra, level)
         names = iter(registry)
         for name, tensor in tensors:
             wanted, _ = next(names, (None, None))
