@@ -5,6 +5,7 @@ Mode 2 (fast) flushes results too, which may differ in the last bit around the s
 """
 include "mamba3_tiles.pxi"
 include "mamba3_forward.pxi"
+include "mamba3_backward.pxi"
 
 
 cdef inline const float* source(const float[::1] x):
@@ -133,3 +134,58 @@ def mix(const float[::1] proj, const float[::1] B, const float[::1] C, const flo
     job.counter = 0
     with nogil:
         parallel_run(mix_job, &job, threads)
+
+
+def backward_scratch(Py_ssize_t chunks, bint exact_order):
+    """Floats of scratch that one thread of `backward` needs."""
+    cdef Py_ssize_t size = CHUNK_SCRATCH
+    if exact_order and chunks > 1 and (3 * TALL + SQUARE + CHUNK) * STATE_LANES + 3 * CHUNK > size:
+        size = (3 * TALL + SQUARE + CHUNK) * STATE_LANES + 3 * CHUNK
+    return size
+
+
+def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const float[::1] rate, tuple rstd, tuple scalars,
+             tuple kept, tuple weights, float[::1] pack, tuple rows, tuple between, float[:, ::1] scratch,
+             Py_ssize_t batch, Py_ssize_t length, int threads, int mode=0):
+    """Gradients of the projection and of the small weights' rows.
+
+    ``panels`` (B, C), ``rate``, ``rstd`` (B, C), ``scalars`` (dt, sig, adt) and ``kept`` (qrot, ks, h, cos, sin, skip) come
+    from the forward; ``weights`` (dt_bias, B_norm, C_norm, B_bias, C_bias, D); ``rows`` receives (D, B_bias, C_bias, B_norm,
+    C_norm); ``between`` is scratch (dy, dh, state sums, four planes, dtheta, its totals).
+    """
+    cdef BackwardJob job
+    cdef Py_ssize_t lines
+    memset(&job, 0, sizeof(BackwardJob))
+    job.shape = make_shape(batch, length, (<object> weights[0]).shape[0], 0)
+    lines = batch * job.shape.heads
+    job.dgate = source(dgate)
+    job.proj = source(proj)
+    job.B, job.C = source(panels[0]), source(panels[1])
+    job.rate = source(rate)
+    job.B_rstd, job.C_rstd = source(rstd[0]), source(rstd[1])
+    job.dt, job.sig, job.adt = source(scalars[0]), source(scalars[1]), source(scalars[2])
+    job.qrot, job.ks, job.h = source(kept[0]), source(kept[1]), source(kept[2])
+    job.cosine, job.sine, job.skip = source(kept[3]), source(kept[4]), source(kept[5])
+    job.dt_bias, job.B_norm, job.C_norm = source(weights[0]), source(weights[1]), source(weights[2])
+    job.B_bias, job.C_bias, job.D = source(weights[3]), source(weights[4]), source(weights[5])
+    job.pack = target(pack)
+    job.dD, job.dB, job.dC = target(rows[0]), target(rows[1]), target(rows[2])
+    job.dB_norm, job.dC_norm = target(rows[3]), target(rows[4])
+    job.dy, job.dh, job.state_sum = target(between[0]), target(between[1]), target(between[2])
+    job.dscale, job.ddt, job.dtrap = target(between[3]), target(between[4]), target(between[5])
+    job.ddt_adt, job.dtheta, job.dtheta_total = target(between[6]), target(between[7]), target(between[8])
+    job.scratch = &scratch[0, 0]
+    job.scratch_size = scratch.shape[1]
+    job.exact_order = mode == 0
+    job.fast = mode == 2
+    with nogil:
+        parallel_run(adjoint_job, &job, threads)
+        if job.exact_order and job.shape.chunks > 1:
+            job.counter = 0
+            parallel_run(state_sums_job, &job, threads)
+        job.counter = 0
+        parallel_run(chunk_job, &job, threads)
+        job.counter = 0
+        parallel_run(angle_job, &job, threads)
+        job.counter = 0
+        parallel_run(norm_job, &job, threads)

@@ -11,17 +11,23 @@ cdef extern from *:
     """
     /* rows of a register tile: 8 x 2 vectors fill half of 32 registers, 4 x 2 half of 16 */
     #if MOJO_ISA == 3
-    #define TILE_ROWS 8
+    #define MIX_ROWS 8
     #else
-    #define TILE_ROWS 4
+    #define MIX_ROWS 4
     #endif
-    #define TILE_COLUMNS (2 * W)
+    #define MIX_COLUMNS (2 * W)
     #define ANGLE_VECTORS (32 / W)
+    #define STATE_VECTORS (128 / W)
+    #define STATE_LANES (2 * W)      /* chunks side by side in the serial sums over a state */
+    #define CHAIN_VECTORS 8          /* chains in flight that hide the latency of a fused multiply-add */
     """
     enum:
-        TILE_ROWS
-        TILE_COLUMNS
+        MIX_ROWS
+        MIX_COLUMNS
         ANGLE_VECTORS
+        STATE_VECTORS
+        STATE_LANES
+        CHAIN_VECTORS
 
 cdef enum:
     CHUNK = 64          # tokens in a chunk; also the row length of every matrix below
@@ -51,23 +57,23 @@ cdef inline Py_ssize_t round_up(Py_ssize_t n, Py_ssize_t step) noexcept nogil:
 
 cdef inline void tile(const float* a, Py_ssize_t a_row, Py_ssize_t a_k, const float* b, Py_ssize_t k,
                       float* out) noexcept nogil:
-    """out[r, c] = chain over q of a[r, q] b[q, c] for TILE_ROWS rows and TILE_COLUMNS columns."""
-    cdef vf acc[TILE_ROWS][2]
+    """out[r, c] = chain over q of a[r, q] b[q, c] for MIX_ROWS rows and MIX_COLUMNS columns."""
+    cdef vf acc[MIX_ROWS][2]
     cdef vf b0, b1, x
     cdef Py_ssize_t r, q
-    for r in range(TILE_ROWS):
+    for r in range(MIX_ROWS):
         acc[r][0] = vzero()
         acc[r][1] = vzero()
     for q in range(k):
         b0 = vload(b)
         b1 = vload(b + vlanes)
-        for r in range(TILE_ROWS):
+        for r in range(MIX_ROWS):
             x = vset(a[r * a_row])
             acc[r][0] = vfma(x, b0, acc[r][0])
             acc[r][1] = vfma(x, b1, acc[r][1])
         a += a_k
         b += CHUNK
-    for r in range(TILE_ROWS):
+    for r in range(MIX_ROWS):
         vstore(out + r * CHUNK, acc[r][0])
         vstore(out + r * CHUNK + vlanes, acc[r][1])
 
@@ -79,49 +85,49 @@ cdef void product_nn(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k,
         i = 0
         while i < m:
             tile(a + i * CHUNK, CHUNK, 1, b + j, k, out + i * CHUNK + j)
-            i += TILE_ROWS
-        j += TILE_COLUMNS
+            i += MIX_ROWS
+        j += MIX_COLUMNS
 
 
 cdef void product_tn(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last, Py_ssize_t k,
                      float* out) noexcept nogil:
     """Rows first..last of out (64, 64) = a (k, 64) transposed times b (k, 64), in whole tiles."""
     cdef Py_ssize_t i, j = 0
-    first -= first % TILE_ROWS
+    first -= first % MIX_ROWS
     while j < CHUNK:
         i = first
         while i < last:
             tile(a + i, 1, CHUNK, b + j, k, out + i * CHUNK + j)
-            i += TILE_ROWS
-        j += TILE_COLUMNS
+            i += MIX_ROWS
+        j += MIX_COLUMNS
 
 
 cdef void product_tn_lower(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last, Py_ssize_t k,
                            float* out) noexcept nogil:
     """As product_tn, but only the tiles that reach below the diagonal."""
-    cdef Py_ssize_t i = first - first % TILE_ROWS, j
+    cdef Py_ssize_t i = first - first % MIX_ROWS, j
     while i < last:
         j = 0
-        while j < i + TILE_ROWS - 1:
+        while j < i + MIX_ROWS - 1:
             tile(a + i, 1, CHUNK, b + j, k, out + i * CHUNK + j)
-            j += TILE_COLUMNS
-        i += TILE_ROWS
+            j += MIX_COLUMNS
+        i += MIX_ROWS
 
 
 cdef void product_nn_lower(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last,
                            float* out) noexcept nogil:
     """Rows first..last of a (64, 64) b (64, 64) for an ``a`` that is zero on and above its diagonal."""
     cdef Py_ssize_t i, j = 0, k
-    first -= first % TILE_ROWS
+    first -= first % MIX_ROWS
     while j < CHUNK:
         i = first
         while i < last:
-            k = i + TILE_ROWS
+            k = i + MIX_ROWS
             if k > last:
                 k = last
             tile(a + i * CHUNK, CHUNK, 1, b + j, k, out + i * CHUNK + j)
-            i += TILE_ROWS
-        j += TILE_COLUMNS
+            i += MIX_ROWS
+        j += MIX_COLUMNS
 
 
 cdef void product_tn_upper(const float* a, const float* b, Py_ssize_t rows, float* out) noexcept nogil:
@@ -131,8 +137,8 @@ cdef void product_tn_upper(const float* a, const float* b, Py_ssize_t rows, floa
         i = 0
         while i < rows:
             tile(a + i * CHUNK + i, 1, CHUNK, b + i * CHUNK + j, rows - i, out + i * CHUNK + j)
-            i += TILE_ROWS
-        j += TILE_COLUMNS
+            i += MIX_ROWS
+        j += MIX_COLUMNS
 
 
 # ---- layout --------------------------------------------------------------------------------------------------------

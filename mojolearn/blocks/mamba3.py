@@ -16,6 +16,8 @@ _STATE_SIZE = 128
 _ANGLES = 32
 _NORM_EPS = 1e-05
 
+_SMALL_WEIGHTS = ("dt_bias", "B_norm.weight", "C_norm.weight", "B_bias", "C_bias", "D")
+
 # Fields of a state that hold one row per buffered token, with the rest of their shape after (B, 64, H).
 _BUFFERS = {
     "buffer_qrot": (_STATE_SIZE,),
@@ -352,6 +354,70 @@ class Mamba3Block(Block):
             report["v_last_"] = v_last.reshape(batch, heads, _HEAD_DIM)
             report["theta_last_"] = theta_last.reshape(batch, heads, _ANGLES)
         return None if new is None else new.commit
+
+    def _backward(self, ctx, tape, x, dy, dx, sink):
+        batch, length, d_model = x.shape
+        tokens, heads, inner = batch * length, self._heads, 2 * d_model
+        weights, workspace, threads = self._weights, ctx.workspace, ctx.threads
+        x, dy, dx = (array.reshape(tokens, d_model) for array in (x, dy, dx))
+        chunks, plane = mamba3.chunk_count(length, 0), mamba3.plane_length(length, 0)
+        items = batch * heads * chunks
+        mark = workspace.mark()
+
+        dgate = workspace.empty((tokens, inner))
+        linalg.gemm_nn(dy, weights["out_proj.weight"], dgate, threads, ctx.mode)
+        sink.linear("out_proj.weight", dy, tape["gate"])
+
+        pack = workspace.empty((tokens, tape["proj"].shape[1]))
+        rows = {
+            "D": workspace.empty((tokens, heads)),
+            "B_bias": workspace.empty((tokens, heads * _STATE_SIZE)),
+            "C_bias": workspace.empty((tokens, heads * _STATE_SIZE)),
+            "B_norm.weight": workspace.empty((tokens, _STATE_SIZE)),
+            "C_norm.weight": workspace.empty((tokens, _STATE_SIZE)),
+        }
+        inner_mark = workspace.mark()
+        between = (
+            workspace.empty(items * _CHUNK * _HEAD_DIM),
+            workspace.empty(items * _STATE_SIZE * _HEAD_DIM),
+            workspace.empty(items),
+            *workspace.empty((4, batch * heads * plane)),
+            workspace.empty(items * _CHUNK * _ANGLES),
+            workspace.empty(items * _ANGLES),
+        )
+        workers = min(threads, items)
+        mamba3.backward(
+            dgate.reshape(-1),
+            tape["proj"].reshape(-1),
+            tuple(tape["panels"]),
+            tape["rate"],
+            tuple(tape["rstd"]),
+            tuple(tape["scalars"]),
+            tape["kept"],
+            tuple(weights[name].reshape(-1) for name in _SMALL_WEIGHTS),
+            pack.reshape(-1),
+            tuple(array.reshape(-1) for array in rows.values()),
+            between,
+            workspace.empty((workers, mamba3.backward_scratch(chunks, ctx.mode == 0))),
+            batch,
+            length,
+            workers,
+            ctx.mode,
+        )
+        workspace.release(inner_mark)
+        for name, array in rows.items():
+            sink.colsum(name, array)
+        dt_column = 2 * inner + 2 * _STATE_SIZE
+        sink.colsum("dt_bias", pack[:, dt_column : dt_column + heads])
+
+        dnormed, norm_rows = workspace.empty((2, tokens, d_model))
+        linalg.gemm_nn(pack, weights["in_proj.weight"], dnormed, threads, ctx.mode)
+        sink.linear("in_proj.weight", pack, tape["normed"])
+        layers.rms_norm_backward_collapsed(
+            dnormed, x, weights["block_norm.weight"], tape["sumsq"], _NORM_EPS, dy, dx, norm_rows, threads
+        )
+        sink.colsum("block_norm.weight", norm_rows)
+        workspace.release(mark)
 
 
 class _NewState:

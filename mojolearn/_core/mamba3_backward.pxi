@@ -1,0 +1,841 @@
+# Mamba-3 backward (numerics, training 4.2) of a forward from the zero state; the steps in brackets are those of the text.
+#
+# Phases, each over its own units of work:
+#   adjoint      (row, head)         gate and skip [2], then the adjoint of the state, last chunk first [6]
+#   state_sums   groups of chunks    one serial chain per chunk over its whole state [7, `add`]; many chunks as lanes
+#   chunk        (row, head, chunk)  everything inside a chunk [2-5, 7-11]
+#   angle        (row, chunk)        angles and dt, summed over heads [12, 13]
+#   norm         tokens              B and C norms [14]
+# The chains of steps 4, 5 and 7 belong to the profile of mode identical. The other modes take matrix products instead:
+# chains over the chunk's rows, channels or state rows, the same for every thread count and instruction set.
+
+cdef struct BackwardJob:
+    Shape shape
+    # saved by the forward
+    const float* proj
+    const float* B
+    const float* C
+    const float* rate
+    const float* B_rstd
+    const float* C_rstd
+    const float* dt
+    const float* sig
+    const float* adt
+    const float* qrot
+    const float* ks
+    const float* h
+    const float* cosine
+    const float* sine
+    const float* skip
+    # weights
+    const float* dt_bias
+    const float* B_norm
+    const float* C_norm
+    const float* B_bias
+    const float* C_bias
+    const float* D
+    const float* dgate           # (B * L, inner)
+    # results
+    float* pack                  # (B * L, width): gradient of the projection
+    float* dD                    # (B * L, H): one row a token
+    float* dB                    # (B * L, H * 128)
+    float* dC
+    float* dB_norm               # (B * L, 128)
+    float* dC_norm
+    # between the phases; item = (row * heads + head) * chunks + chunk
+    float* dy                    # (items, 64, 64)
+    float* dh                    # (items, 128, 64): adjoint of the state that leaves the chunk, not for the last chunk
+    float* state_sum             # (items)
+    float* dscale                # planes (B, H, plane)
+    float* ddt
+    float* dtrap
+    float* ddt_adt
+    float* dtheta                # (items, 64, 32)
+    float* dtheta_total          # (items, 32)
+    float* scratch
+    Py_ssize_t scratch_size
+    bint exact_order             # the profile's orders
+    bint fast
+    Py_ssize_t counter
+
+
+cdef inline Py_ssize_t real_tokens(Shape* shape, Py_ssize_t chunk) noexcept nogil:
+    cdef Py_ssize_t real = shape.tokens - chunk * CHUNK
+    return real if real < CHUNK else CHUNK
+
+
+# ---- adjoint -------------------------------------------------------------------------------------------------------------
+
+cdef void gate_backward(BackwardJob* job, Py_ssize_t row, Py_ssize_t head, Py_ssize_t chunk, float* dy) noexcept nogil:
+    """dy (64, 64) of the skip sum, rows after the last token +0; the gradient of z goes to the pack."""
+    cdef Shape* shape = &job.shape
+    cdef Py_ssize_t i, p, token, at, real = real_tokens(shape, chunk)
+    cdef vf z, below, gradient, sig, inner
+    for i in range(real):
+        token = row * shape.length + chunk * CHUNK + i
+        at = token * shape.inner + head * HEAD
+        p = 0
+        while p < HEAD:
+            z = vflush(vload(job.proj + token * shape.width + head * HEAD + p))
+            gradient = vload(job.dgate + at + p)
+            below = vadd(vexp(vneg(z)), vset(1.0))
+            vstore(dy + i * HEAD + p, vmul(gradient, vdiv(z, below)))
+            sig = vdiv(vset(1.0), below)
+            inner = vfma(z, vsub(vset(1.0), sig), vset(1.0))
+            vstore(job.pack + token * shape.width + head * HEAD + p,
+                   vmul(vmul(gradient, vload(job.skip + at + p)), vmul(sig, inner)))
+            p += vlanes
+    memset(dy + real * HEAD, 0, (CHUNK - real) * HEAD * sizeof(float))
+
+
+cdef void adjoint_head(BackwardJob* job, Py_ssize_t row, Py_ssize_t head, float* scratch) noexcept nogil:
+    cdef Shape* shape = &job.shape
+    cdef Py_ssize_t line = row * shape.heads + head, chunk, item, real, n, t
+    cdef float* q = scratch
+    cdef float* direct = scratch + TALL
+    cdef float* total = scratch + 2 * TALL
+    cdef float* from_start = total + CHUNK
+    cdef float* to_end = total + 2 * CHUNK
+    cdef const float* carry
+    cdef float* out
+    cdef vf decay
+    for chunk in range(shape.chunks - 1, -1, -1):
+        item = line * shape.chunks + chunk
+        gate_backward(job, row, head, chunk, job.dy + item * SQUARE)
+        if chunk == 0:
+            return
+        real = real_tokens(shape, chunk)
+        running_decay(job.adt + line * shape.plane + chunk * CHUNK, real, total, from_start, to_end)
+        for n in range(STATE):
+            t = 0
+            while t < CHUNK:
+                vstore(q + n * CHUNK + t, vmul(vload(job.qrot + item * TALL + n * CHUNK + t), vload(from_start + t)))
+                t += vlanes
+        product_nn(q, job.dy + item * SQUARE, STATE, real, direct)
+        decay = vset(sexp(sflush(total[CHUNK - 1])))
+        out = job.dh + (item - 1) * TALL
+        carry = job.dh + item * TALL
+        n = 0
+        while n < TALL:
+            if chunk == shape.chunks - 1:
+                vstore(out + n, vadd(vload(direct + n), vzero()))
+            else:
+                vstore(out + n, vadd(vload(direct + n), vmul(vload(carry + n), decay)))
+            n += vlanes
+
+
+cdef void adjoint_job(void* arg, int thread) noexcept nogil:
+    cdef BackwardJob* job = <BackwardJob*> arg
+    cdef Py_ssize_t unit
+    if job.fast:
+        fp_fast()
+    while True:
+        unit = next_unit(&job.counter)
+        if unit >= job.shape.batch * job.shape.heads:
+            return
+        adjoint_head(job, unit // job.shape.heads, unit % job.shape.heads, job.scratch + thread * job.scratch_size)
+
+
+# ---- the serial sums over a chunk's state ----------------------------------------------------------------------------------
+
+cdef inline void gather_lanes(const float** rows, Py_ssize_t lanes, Py_ssize_t at, float* out,
+                              Py_ssize_t out_row) noexcept nogil:
+    """vlanes values from ``at`` on of each of ``lanes`` arrays, turned: out[c * out_row + lane]."""
+    cdef vf block[vlanes]
+    cdef Py_ssize_t lane = 0, r
+    while lane < lanes:
+        for r in range(vlanes):
+            block[r] = vload(rows[lane + r] + at)
+        vtranspose(block)
+        for r in range(vlanes):
+            vstore(out + r * out_row + lane, block[r])
+        lane += vlanes
+
+
+cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count, float* scratch) noexcept nogil:
+    """The chains of STATE_LANES chunks side by side: sum over j, p, n of dh (v_j ks_j) to_end_j, then over p, n of
+    dh (h exp(total)), in that order. Lanes beyond ``count`` repeat the first chunk and are thrown away."""
+    cdef Shape* shape = &job.shape
+    cdef Py_ssize_t per_line = shape.chunks - 1, lane, unit, item, line, chunk, token, j, p, n, g
+    cdef const float* dh[STATE_LANES]
+    cdef const float* h[STATE_LANES]
+    cdef const float* ks[STATE_LANES]
+    cdef const float* v[STATE_LANES]
+    cdef float* dh_lanes = scratch                               # (p, n, lane)
+    cdef float* h_lanes = dh_lanes + TALL * STATE_LANES          # (p, n, lane)
+    cdef float* ks_lanes = h_lanes + TALL * STATE_LANES          # (j, n, lane)
+    cdef float* v_lanes = ks_lanes + TALL * STATE_LANES          # (j, p, lane)
+    cdef float* end_lanes = v_lanes + SQUARE * STATE_LANES       # (j, lane)
+    cdef float* total = end_lanes + CHUNK * STATE_LANES
+    cdef float* from_start = total + CHUNK
+    cdef float* to_end = total + 2 * CHUNK
+    cdef float last[STATE_LANES]
+    cdef vf acc0 = vzero(), acc1 = vzero(), v0, v1, end0, end1
+    cdef const float* x
+    cdef const float* k
+    for lane in range(STATE_LANES):
+        unit = first + (lane if lane < count else 0)
+        line = unit // per_line
+        chunk = unit % per_line
+        item = line * shape.chunks + chunk
+        token = line // shape.heads * shape.length + chunk * CHUNK
+        dh[lane] = job.dh + item * TALL
+        h[lane] = job.h + item * TALL
+        ks[lane] = job.ks + item * TALL
+        v[lane] = job.proj + token * shape.width + shape.inner + line % shape.heads * HEAD
+        running_decay(job.adt + line * shape.plane + chunk * CHUNK, CHUNK, total, from_start, to_end)
+        for j in range(CHUNK):
+            end_lanes[j * STATE_LANES + lane] = to_end[j]
+        last[lane] = from_start[CHUNK - 1]
+    for n in range(STATE):
+        p = 0
+        while p < HEAD:
+            gather_lanes(dh, STATE_LANES, n * HEAD + p, dh_lanes + (p * STATE + n) * STATE_LANES, STATE * STATE_LANES)
+            gather_lanes(h, STATE_LANES, n * HEAD + p, h_lanes + (p * STATE + n) * STATE_LANES, STATE * STATE_LANES)
+            gather_lanes(ks, STATE_LANES, n * CHUNK + p, ks_lanes + (p * STATE + n) * STATE_LANES, STATE * STATE_LANES)
+            p += vlanes
+    for j in range(CHUNK):
+        p = 0
+        while p < HEAD:
+            gather_lanes(v, STATE_LANES, j * shape.width + p, v_lanes + (j * HEAD + p) * STATE_LANES, STATE_LANES)
+            p += vlanes
+    for j in range(CHUNK):
+        end0 = vload(end_lanes + j * STATE_LANES)
+        end1 = vload(end_lanes + j * STATE_LANES + vlanes)
+        for p in range(HEAD):
+            v0 = vload(v_lanes + (j * HEAD + p) * STATE_LANES)
+            v1 = vload(v_lanes + (j * HEAD + p) * STATE_LANES + vlanes)
+            x = dh_lanes + p * STATE * STATE_LANES
+            k = ks_lanes + j * STATE * STATE_LANES
+            for n in range(STATE):
+                acc0 = vfma(vload(x), vmul(vmul(v0, vload(k)), end0), acc0)
+                acc1 = vfma(vload(x + vlanes), vmul(vmul(v1, vload(k + vlanes)), end1), acc1)
+                x += STATE_LANES
+                k += STATE_LANES
+    end0 = vload(last)
+    end1 = vload(last + vlanes)
+    x = dh_lanes
+    k = h_lanes
+    for n in range(TALL):
+        acc0 = vfma(vload(x), vmul(vload(k), end0), acc0)
+        acc1 = vfma(vload(x + vlanes), vmul(vload(k + vlanes), end1), acc1)
+        x += STATE_LANES
+        k += STATE_LANES
+    vstore(last, acc0)
+    vstore(last + vlanes, acc1)
+    for lane in range(count):
+        unit = first + lane
+        job.state_sum[unit // per_line * shape.chunks + unit % per_line] = last[lane]
+
+
+cdef void state_sums_job(void* arg, int thread) noexcept nogil:
+    cdef BackwardJob* job = <BackwardJob*> arg
+    cdef Py_ssize_t first, total = job.shape.batch * job.shape.heads * (job.shape.chunks - 1)
+    while True:
+        first = next_unit(&job.counter) * STATE_LANES
+        if first >= total:
+            return
+        state_sums_group(job, first, total - first if total - first < STATE_LANES else STATE_LANES,
+                         job.scratch + thread * job.scratch_size)
+
+
+# ---- one chunk of one head -----------------------------------------------------------------------------------------------------
+
+cdef struct ChunkScratch:
+    float* ks_rows               # [j][n]
+    float* q_rows                # [i][n]
+    float* decayed               # one row's factors, [j][n]
+    float* rows                  # a gradient by rows, [i][n]
+    float* dq                    # [n][i]
+    float* dk
+    float* read                  # [n][i]
+    float* decay
+    float* scores
+    float* weights
+    float* v                     # [i][p]
+    float* v_turned              # [p][i]
+    float* dy_turned
+    float* dv                    # [i][p]
+    float* dv_state              # [p][i]
+    float* pairs                 # [i][j]
+    float* pairs_turned
+    float* dtheta                # [r][i]
+    float* at                    # columns of 64 scalars
+
+
+cdef enum:
+    CHUNK_SCRATCH = 7 * TALL + 11 * SQUARE + TALL // 4 + 24 * CHUNK
+
+
+cdef void chunk_scratch(float* memory, ChunkScratch* s) noexcept nogil:
+    s.ks_rows = take(&memory, TALL)
+    s.q_rows = take(&memory, TALL)
+    s.decayed = take(&memory, TALL)
+    s.rows = take(&memory, TALL)
+    s.dq = take(&memory, TALL)
+    s.dk = take(&memory, TALL)
+    s.read = take(&memory, TALL)
+    s.decay = take(&memory, SQUARE)
+    s.scores = take(&memory, SQUARE)
+    s.weights = take(&memory, SQUARE)
+    s.v = take(&memory, SQUARE)
+    s.v_turned = take(&memory, SQUARE)
+    s.dy_turned = take(&memory, SQUARE)
+    s.dv = take(&memory, SQUARE)
+    s.dv_state = take(&memory, SQUARE)
+    s.pairs = take(&memory, SQUARE)
+    s.pairs_turned = take(&memory, SQUARE)
+    s.dtheta = take(&memory, TALL // 4)
+    s.at = take(&memory, 24 * CHUNK)
+
+
+cdef void scale_rows(const float* x, const float* by, Py_ssize_t by_step, Py_ssize_t first, Py_ssize_t last,
+                     float* out) noexcept nogil:
+    """out[j - first] = x[j] by[j * by_step] for rows of 128, first <= j < last."""
+    cdef Py_ssize_t j, n
+    cdef vf factor
+    for j in range(first, last):
+        factor = vset(by[j * by_step])
+        n = 0
+        while n < STATE:
+            vstore(out + n, vmul(vload(x + j * STATE + n), factor))
+            n += vlanes
+        out += STATE
+
+
+cdef void query_chain(const float* rows, Py_ssize_t count, const float* v, const float* dy, float* out) noexcept nogil:
+    """out[n] = chain over p, then j < count, of dy[p] (rows[j, n] v[p, j])."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through
+    cdef Py_ssize_t n = 0, p, j, c
+    cdef const float* x
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        for p in range(HEAD):
+            through = vset(dy[p])
+            x = rows + n
+            for j in range(count):
+                by = vset(v[p * CHUNK + j])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
+                x += STATE
+        for c in range(CHAIN_VECTORS):
+            vstore(out + n + c * vlanes, acc[c])
+        n += CHAIN_VECTORS * vlanes
+
+
+cdef void key_chain(const float* rows, Py_ssize_t count, const float* dy, const float* v, float* out) noexcept nogil:
+    """out[n] = chain over p, then i < count, of dy[p, i] (rows[i, n] v[p])."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through
+    cdef Py_ssize_t n = 0, p, i, c
+    cdef const float* x
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        for p in range(HEAD):
+            by = vset(v[p])
+            x = rows + n
+            for i in range(count):
+                through = vset(dy[p * CHUNK + i])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
+                x += STATE
+        for c in range(CHAIN_VECTORS):
+            vstore(out + n + c * vlanes, acc[c])
+        n += CHAIN_VECTORS * vlanes
+
+
+cdef void pair_chains(const float* scores, const float* dy, const float* v, Py_ssize_t real, float* out) noexcept nogil:
+    """out[i, j] = chain over p of dy[i, p] (scores[i, j] v[p, j]), in the tiles that reach below the diagonal."""
+    cdef vf acc[4][2]
+    cdef vf score[4][2]
+    cdef vf v0, v1, through
+    cdef Py_ssize_t i = 0, j, p, r
+    while i < real:
+        j = 0
+        while j < i + 3:
+            for r in range(4):
+                acc[r][0] = vzero()
+                acc[r][1] = vzero()
+                score[r][0] = vload(scores + (i + r) * CHUNK + j)
+                score[r][1] = vload(scores + (i + r) * CHUNK + j + vlanes)
+            for p in range(HEAD):
+                v0 = vload(v + p * CHUNK + j)
+                v1 = vload(v + p * CHUNK + j + vlanes)
+                for r in range(4):
+                    through = vset(dy[(i + r) * HEAD + p])
+                    acc[r][0] = vfma(through, vmul(score[r][0], v0), acc[r][0])
+                    acc[r][1] = vfma(through, vmul(score[r][1], v1), acc[r][1])
+            for r in range(4):
+                vstore(out + (i + r) * CHUNK + j, acc[r][0])
+                vstore(out + (i + r) * CHUNK + j + vlanes, acc[r][1])
+            j += MIX_COLUMNS
+        i += 4
+
+
+cdef void decay_chains(const float* pairs, const float* decay, Py_ssize_t real, float* out) noexcept nogil:
+    """out[s] = chain over i >= s, then j < s, of pairs[i, j] decay[i, j]: the profile's order, a lane for every s."""
+    cdef Py_ssize_t i, j, s
+    cdef vf x, by, total
+    memset(out, 0, CHUNK * sizeof(float))
+    for i in range(1, real):
+        for j in range(i):
+            x = vset(pairs[i * CHUNK + j])
+            by = vset(decay[i * CHUNK + j])
+            s = j + 1 - (j + 1) % vlanes
+            while s <= i:
+                total = vload(out + s)
+                vstore(out + s, vselect(viand(lanes_below(i + 1 - s), vinot(lanes_below(j + 1 - s))),
+                                        vfma(x, by, total), total))
+                s += vlanes
+
+
+cdef void decay_sums(const float* weighted, Py_ssize_t real, float* columns, float* out) noexcept nogil:
+    """out[s] = sum over j < s of (sum over i >= s of weighted[i, j]): the inner sums from the last row up, the outer
+    ones by ascending j. ``columns`` is scratch for a matrix."""
+    cdef Py_ssize_t i, j, s
+    cdef vf total
+    j = 0
+    while j < CHUNK:
+        total = vzero()
+        for i in range(CHUNK - 1, -1, -1):
+            if i < real:
+                total = vadd(total, vload(weighted + i * CHUNK + j))
+            vstore(columns + i * CHUNK + j, total)
+        j += vlanes
+    transpose(columns, CHUNK, CHUNK, CHUNK, columns + SQUARE, CHUNK)
+    s = 0
+    while s < CHUNK:
+        total = vzero()
+        for j in range(s + vlanes - 1):
+            total = vselect(lanes_below(j + 1 - s), total, vadd(total, vload(columns + SQUARE + j * CHUNK + s)))
+        vstore(out + s, total)
+        s += vlanes
+
+
+cdef float state_product(const float* dh, const float* h) noexcept nogil:
+    """Sum of dh * h over (128, 64): a chain over the state rows for every channel, then neighbours in pairs."""
+    cdef float sums[HEAD]
+    cdef vf acc
+    cdef Py_ssize_t n, p = 0
+    while p < HEAD:
+        acc = vzero()
+        for n in range(STATE):
+            acc = vfma(vload(dh + n * HEAD + p), vload(h + n * HEAD + p), acc)
+        vstore(sums + p, acc)
+        p += vlanes
+    n = HEAD
+    while n > 1:
+        n = n // 2
+        for p in range(n):
+            sums[p] = sadd(sums[2 * p], sums[2 * p + 1])
+    return sums[0]
+
+
+cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, const float* qrot, const float* ks,
+                             float* dadt) noexcept nogil:
+    """Steps 4 and 5 in the profile's order: s.dq, s.dk, and the decay's part of dadt."""
+    cdef Py_ssize_t i
+    transpose(ks, CHUNK, STATE, CHUNK, s.ks_rows, STATE)
+    transpose(qrot, CHUNK, STATE, CHUNK, s.q_rows, STATE)
+    for i in range(real):
+        scale_rows(s.ks_rows, s.decay + i * CHUNK, 1, 0, i, s.decayed)
+        query_chain(s.decayed, i, s.v_turned, dy + i * HEAD, s.rows + i * STATE)
+    transpose(s.rows, STATE, CHUNK, STATE, s.dq, CHUNK)
+    for i in range(real):
+        scale_rows(s.q_rows, s.decay + i, CHUNK, i + 1, real, s.decayed)
+        key_chain(s.decayed, real - i - 1, s.dy_turned + i + 1, s.v + i * HEAD, s.rows + i * STATE)
+    transpose(s.rows, STATE, CHUNK, STATE, s.dk, CHUNK)
+    pair_chains(s.scores, dy, s.v_turned, real, s.pairs)
+    decay_chains(s.pairs, s.decay, real, dadt)
+
+
+cdef void intra_chunk_products(Py_ssize_t real, ChunkScratch* s, const float* qrot, const float* ks,
+                               float* dadt) noexcept nogil:
+    """The same gradients as matrix products: with P = (dy v^T) decay below the diagonal, dq = P ks and dk = P^T q."""
+    cdef Py_ssize_t n
+    product_tn_lower(s.dy_turned, s.v_turned, 0, real, HEAD, s.pairs)
+    mask_scores(s.pairs, s.decay, 0, real, s.pairs)
+    transpose(s.pairs, CHUNK, CHUNK, CHUNK, s.pairs_turned, CHUNK)
+    product_nn(ks, s.pairs_turned, STATE, real, s.dq)
+    product_nn(qrot, s.pairs, STATE, real, s.dk)
+    n = 0
+    while n < real * CHUNK:
+        vstore(s.pairs + n, vselect(veq(vload(s.pairs + n), vzero()), vzero(),
+                                    vmul(vload(s.pairs + n), vload(s.scores + n))))
+        n += vlanes
+    decay_sums(s.pairs, real, s.rows, dadt)
+
+
+cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, ChunkScratch* s) noexcept nogil:
+    cdef Shape* shape = &job.shape
+    cdef Py_ssize_t row = line // shape.heads, head = line % shape.heads
+    cdef Py_ssize_t item = line * shape.chunks + chunk, real = real_tokens(shape, chunk)
+    cdef Py_ssize_t token = row * shape.length + chunk * CHUNK, plane = line * shape.plane + chunk * CHUNK
+    cdef Py_ssize_t panel = (row * shape.chunks + chunk) * TALL, i, n, p, t
+    cdef bint last = chunk == shape.chunks - 1
+    cdef const float* dt = job.dt + plane
+    cdef const float* sig = job.sig + plane
+    cdef const float* adt = job.adt + plane
+    cdef const float* qrot = job.qrot + item * TALL
+    cdef const float* ks = job.ks + item * TALL
+    cdef const float* dy = job.dy + item * SQUARE
+    cdef const float* dh = job.dh + item * TALL
+    cdef const float* B = job.B + panel
+    cdef const float* C = job.C + panel
+    cdef const float* B_bias = job.B_bias + head * STATE
+    cdef const float* C_bias = job.C_bias + head * STATE
+    cdef float* total = s.at
+    cdef float* from_start = s.at + CHUNK
+    cdef float* to_end = s.at + 2 * CHUNK
+    cdef float* dadt = s.at + 3 * CHUNK
+    cdef float* through = s.at + 4 * CHUNK       # gradient of the diagonal q.k
+    cdef float* common = s.at + 5 * CHUNK        # through * gamma
+    cdef float* dread = s.at + 6 * CHUNK
+    cdef float* recall = s.at + 7 * CHUNK
+    cdef float* raw = s.at + 8 * CHUNK
+    cdef float* skip_by = s.at + 9 * CHUNK       # D + gamma q.k
+    cdef vf x, q0, q1, k0, k1, cosine, sine, acc, dot, gate, gamma, beta, scale, one = vset(1.0), step, rate
+    cdef vf dq0, dq1, dk0, dk1, r0, r1, angle, dscale, g0, g1
+    cdef float carry = 0.0
+
+    for i in range(real):
+        memcpy(s.v + i * HEAD, job.proj + (token + i) * shape.width + shape.inner + head * HEAD, HEAD * sizeof(float))
+    memset(s.v + real * HEAD, 0, (CHUNK - real) * HEAD * sizeof(float))
+    transpose(s.v, HEAD, CHUNK, HEAD, s.v_turned, CHUNK)
+    transpose(dy, HEAD, CHUNK, HEAD, s.dy_turned, CHUNK)
+    running_decay(adt, real, total, from_start, to_end)
+    decay_matrix(adt, 0, real, s.decay)
+    product_tn_lower(qrot, ks, 0, real, STATE, s.scores)
+    mask_scores(s.scores, s.decay, 0, real, s.weights)
+
+    # [2, 3] skip connection and diagonal q.k
+    t = 0
+    while t < CHUNK:
+        acc = vzero()
+        for p in range(HEAD):
+            acc = vfma(vload(s.dy_turned + p * CHUNK + t), vload(s.v_turned + p * CHUNK + t), acc)
+        dot = vzero()
+        for n in range(STATE):
+            dot = vfma(vadd(vload(C + n * CHUNK + t), vset(C_bias[n])), vadd(vload(B + n * CHUNK + t), vset(B_bias[n])), dot)
+        gate = vload(sig + t)
+        step = vload(dt + t)
+        gamma = vmul(step, gate)
+        vstore(through + t, acc)
+        vstore(common + t, vmul(acc, gamma))
+        vstore(skip_by + t, vadd(vset(job.D[head]), vmul(dot, gamma)))
+        x = vmul(acc, dot)
+        vstore(job.ddt + plane + t, vmul(x, gate))
+        vstore(job.dtrap + plane + t, vmul(vmul(vmul(x, step), gate), vsub(one, gate)))
+        t += vlanes
+    for i in range(real):
+        job.dD[(token + i) * shape.heads + head] = through[i]
+
+    # [4, 5] inside the chunk
+    if job.exact_order:
+        intra_chunk_chains(dy, real, s, qrot, ks, dadt)
+    else:
+        intra_chunk_products(real, s, qrot, ks, dadt)
+    product_tn_upper(s.weights, dy, real, s.dv)
+
+    # [7] through the state that enters the chunk, and into the one that leaves it
+    product_nn(job.h + item * TALL, s.dy_turned, STATE, HEAD, s.read)
+    if last:
+        memset(s.rows, 0, TALL * sizeof(float))
+        memset(s.dv_state, 0, SQUARE * sizeof(float))
+    else:
+        product_nn(dh, s.v_turned, STATE, HEAD, s.rows)
+        product_tn(dh, ks, 0, HEAD, STATE, s.dv_state)
+    t = 0
+    while t < CHUNK:
+        x = vload(from_start + t)
+        acc = vzero()
+        for n in range(STATE):
+            q0 = vload(s.read + n * CHUNK + t)
+            acc = vfma(vload(qrot + n * CHUNK + t), q0, acc)
+            vstore(s.dq + n * CHUNK + t, vadd(vload(s.dq + n * CHUNK + t), vmul(q0, x)))
+        vstore(dread + t, vmul(acc, x))
+        x = vload(to_end + t)
+        for n in range(STATE):
+            vstore(s.dk + n * CHUNK + t, vadd(vload(s.dk + n * CHUNK + t), vmul(vload(s.rows + n * CHUNK + t), x)))
+        acc = vzero()
+        for p in range(HEAD):
+            q0 = vmul(vload(s.dv_state + p * CHUNK + t), x)
+            vstore(s.dv_state + p * CHUNK + t, q0)
+            acc = vfma(q0, vload(s.v_turned + p * CHUNK + t), acc)
+        vstore(recall + t, vneg(acc))
+        t += vlanes
+    if last:
+        recall[real - 1] = sadd(recall[real - 1], 0.0)
+    else:
+        recall[real - 1] = sadd(recall[real - 1], job.state_sum[item] if job.exact_order
+                                else state_product(dh, job.h + (item + 1) * TALL))
+
+    # [8] values
+    transpose(s.dv_state, CHUNK, HEAD, CHUNK, s.pairs, HEAD)
+    for i in range(real):
+        x = vset(skip_by[i])
+        p = 0
+        while p < HEAD:
+            acc = vadd(vmul(vload(dy + i * HEAD + p), x), vload(s.dv + i * HEAD + p))
+            vstore(job.pack + (token + i) * shape.width + shape.inner + head * HEAD + p,
+                   vadd(acc, vload(s.pairs + i * HEAD + p)))
+            p += vlanes
+
+    # [9] scale of k, rotation; the joined gradients of the biased rows take the place of dq and dk
+    t = 0
+    while t < CHUNK:
+        gamma = vmul(vload(dt + t), vload(sig + t))
+        beta = vmul(vload(dt + t + 1), vsub(one, vload(sig + t + 1)))
+        scale = vadd(gamma, beta)
+        x = vload(common + t)
+        dscale = vzero()
+        n = 0
+        while n < STATE:
+            q0 = vadd(vload(C + n * CHUNK + t), vset(C_bias[n]))
+            q1 = vadd(vload(C + (n + 1) * CHUNK + t), vset(C_bias[n + 1]))
+            k0 = vadd(vload(B + n * CHUNK + t), vset(B_bias[n]))
+            k1 = vadd(vload(B + (n + 1) * CHUNK + t), vset(B_bias[n + 1]))
+            dq0 = vload(s.dq + n * CHUNK + t)
+            dq1 = vload(s.dq + (n + 1) * CHUNK + t)
+            dk0 = vload(s.dk + n * CHUNK + t)
+            dk1 = vload(s.dk + (n + 1) * CHUNK + t)
+            if n < 2 * ANGLES:
+                cosine = vload(job.cosine + item * (TALL // 4) + n // 2 * CHUNK + t)
+                sine = vload(job.sine + item * (TALL // 4) + n // 2 * CHUNK + t)
+                dscale = vfma(dk0, vsub(vmul(k0, cosine), vmul(k1, sine)), dscale)
+                dscale = vfma(dk1, vadd(vmul(k0, sine), vmul(k1, cosine)), dscale)
+                dk0 = vmul(dk0, scale)
+                dk1 = vmul(dk1, scale)
+                angle = vfma(dq0, vsub(vneg(vmul(q0, sine)), vmul(q1, cosine)), vzero())
+                angle = vfma(dq1, vsub(vmul(q0, cosine), vmul(q1, sine)), angle)
+                angle = vfma(dk0, vsub(vneg(vmul(k0, sine)), vmul(k1, cosine)), angle)
+                angle = vfma(dk1, vsub(vmul(k0, cosine), vmul(k1, sine)), angle)
+                vstore(s.dtheta + n // 2 * CHUNK + t, angle)
+                r0 = vadd(vmul(dq0, cosine), vmul(dq1, sine))
+                r1 = vsub(vmul(dq1, cosine), vmul(dq0, sine))
+                g0 = vadd(vmul(dk0, cosine), vmul(dk1, sine))
+                g1 = vsub(vmul(dk1, cosine), vmul(dk0, sine))
+            else:
+                dscale = vfma(dk1, k1, vfma(dk0, k0, dscale))
+                r0 = dq0
+                r1 = dq1
+                g0 = vmul(dk0, scale)
+                g1 = vmul(dk1, scale)
+            vstore(s.dq + n * CHUNK + t, vadd(vmul(x, k0), r0))
+            vstore(s.dq + (n + 1) * CHUNK + t, vadd(vmul(x, k1), r1))
+            vstore(s.dk + n * CHUNK + t, vadd(vmul(x, q0), g0))
+            vstore(s.dk + (n + 1) * CHUNK + t, vadd(vmul(x, q1), g1))
+            n += 2
+        vstore(job.dscale + plane + t, dscale)
+        # [11] the part of this token's own scale
+        gate = vload(sig + t)
+        step = vload(dt + t)
+        vstore(job.ddt + plane + t, vadd(vload(job.ddt + plane + t), vmul(dscale, gate)))
+        vstore(job.dtrap + plane + t, vadd(vload(job.dtrap + plane + t),
+                                           vmul(vmul(vmul(dscale, step), gate), vsub(one, gate))))
+        t += vlanes
+    n = token * shape.inner * 2 + head * STATE
+    transpose_tokens(s.dq, STATE, 0, real, job.dC + n, shape.heads * STATE)
+    transpose_tokens(s.dk, STATE, 0, real, job.dB + n, shape.heads * STATE)
+    transpose(s.dtheta, CHUNK, ANGLES, CHUNK, job.dtheta + item * (TALL // 4), ANGLES)
+    p = 0
+    while p < ANGLES:
+        acc = vzero()
+        for i in range(real - 1, -1, -1):
+            acc = vadd(acc, vload(job.dtheta + item * (TALL // 4) + i * ANGLES + p))
+        vstore(job.dtheta_total + item * ANGLES + p, acc)
+        p += vlanes
+
+    # [10] log decays
+    for i in range(real - 1, -1, -1):
+        carry = sadd(carry, sadd(dread[i], recall[i]))
+        dadt[i] = sadd(dadt[i], carry)
+    n = 2 * shape.inner + 2 * STATE + shape.heads + head
+    for i in range(CHUNK):
+        raw[i] = job.proj[(token + i) * shape.width + n] if i < real else 0.0
+    t = 0
+    while t < CHUNK:
+        x = vload(raw + t)
+        rate = heavy_tail(x)
+        vstore(job.ddt_adt + plane + t, vmul(vload(dadt + t), decay_rate(x)))
+        acc = vmul(vload(dadt + t), vload(dt + t))
+        acc = vneg(vmul(acc, vselect(vge(x, vzero()), one, vmul(rate, rate))))
+        vstore(raw + t, vselect(vgt(vneg(rate), vset(-A_FLOOR)), vzero(), acc))
+        t += vlanes
+    for i in range(real):
+        job.pack[(token + i) * shape.width + n] = raw[i]
+
+
+cdef void chunk_job(void* arg, int thread) noexcept nogil:
+    cdef BackwardJob* job = <BackwardJob*> arg
+    cdef ChunkScratch s
+    cdef Py_ssize_t unit
+    chunk_scratch(job.scratch + thread * job.scratch_size, &s)
+    if job.fast:
+        fp_fast()
+    while True:
+        unit = next_unit(&job.counter)
+        if unit >= job.shape.batch * job.shape.heads * job.shape.chunks:
+            return
+        chunk_backward(job, unit // job.shape.chunks, unit % job.shape.chunks, &s)
+
+
+# ---- sums over heads -------------------------------------------------------------------------------------------------------
+
+cdef enum:
+    ANGLE_SCRATCH = 5 * CHUNK * ANGLES + 4 * CHUNK
+
+
+cdef void angle_chunk(BackwardJob* job, Py_ssize_t row, Py_ssize_t chunk, float* scratch) noexcept nogil:
+    """Angles and dt of one chunk. The running sums of dtheta go backwards in blocks of 64 tokens: first the totals of the
+    later blocks, last to first, then the block's own tokens."""
+    cdef Shape* shape = &job.shape
+    cdef Py_ssize_t real = real_tokens(shape, chunk), token = row * shape.length + chunk * CHUNK
+    cdef Py_ssize_t head, item, line, plane, t, r, c, column = 2 * shape.inner + 2 * STATE
+    cdef float* carries = scratch                        # [t][r]
+    cdef float* carries_turned = carries + CHUNK * ANGLES
+    cdef float* rates = carries + 2 * CHUNK * ANGLES     # [r][t]
+    cdef float* sums = carries + 3 * CHUNK * ANGLES      # [t][r], over heads
+    cdef float* spare = carries + 4 * CHUNK * ANGLES
+    cdef float* before = carries + 5 * CHUNK * ANGLES    # dscale of the token before
+    cdef float* raw = before + CHUNK
+    cdef float* trap = before + 2 * CHUNK
+    cdef vf run, acc, gate, step, other, ddt, dtrap, one = vset(1.0), b, pre, slope
+    memset(sums, 0, CHUNK * ANGLES * sizeof(float))
+    memset(spare, 0, CHUNK * ANGLES * sizeof(float))
+    memset(carries, 0, CHUNK * ANGLES * sizeof(float))
+    memcpy(spare, job.rate + token * ANGLES, real * ANGLES * sizeof(float))
+    transpose(spare, ANGLES, CHUNK, ANGLES, rates, CHUNK)
+    for head in range(shape.heads):
+        line = row * shape.heads + head
+        item = line * shape.chunks + chunk
+        plane = line * shape.plane + chunk * CHUNK
+        r = 0
+        while r < ANGLES:
+            run = vzero()
+            for c in range(shape.chunks - 1, chunk, -1):
+                run = vadd(run, vload(job.dtheta_total + (line * shape.chunks + c) * ANGLES + r))
+            for t in range(real - 1, -1, -1):
+                run = vadd(run, vload(job.dtheta + item * (TALL // 4) + t * ANGLES + r))
+                vstore(carries + t * ANGLES + r, run)
+                vstore(sums + t * ANGLES + r, vadd(vload(sums + t * ANGLES + r), vmul(run, vset(job.dt[plane + t]))))
+            r += vlanes
+        transpose(carries, ANGLES, CHUNK, ANGLES, carries_turned, CHUNK)
+        before[0] = job.dscale[plane - 1] if chunk else 0.0
+        memcpy(before + 1, job.dscale + plane, (CHUNK - 1) * sizeof(float))
+        for t in range(real):
+            raw[t] = job.proj[(token + t) * shape.width + column + head]
+        t = 0
+        while t < real:
+            acc = vzero()
+            for r in range(ANGLES):
+                acc = vfma(vload(carries_turned + r * CHUNK + t), vload(rates + r * CHUNK + t), acc)
+            gate = vload(job.sig + plane + t)
+            step = vload(job.dt + plane + t)
+            other = vsub(one, gate)
+            b = vload(before + t)
+            ddt = vload(job.ddt + plane + t)
+            dtrap = vload(job.dtrap + plane + t)
+            pre = vadd(ddt, vmul(b, other))
+            slope = vadd(dtrap, vmul(vmul(vneg(vmul(b, step)), gate), other))
+            if chunk == 0 and t == 0:        # the first token has none before it
+                ddt = vselect(lanes_below(1), ddt, pre)
+                dtrap = vselect(lanes_below(1), dtrap, slope)
+            else:
+                ddt = pre
+                dtrap = slope
+            ddt = vadd(vadd(ddt, vload(job.ddt_adt + plane + t)), acc)
+            pre = vadd(vload(raw + t), vset(job.dt_bias[head]))
+            vstore(raw + t, vmul(ddt, vselect(vle(pre, vset(20.0)), vsigmoid(vflush(pre)), one)))
+            vstore(trap + t, dtrap)
+            t += vlanes
+        for t in range(real):
+            job.pack[(token + t) * shape.width + column + head] = raw[t]
+            job.pack[(token + t) * shape.width + column + 2 * shape.heads + head] = trap[t]
+    column += 3 * shape.heads
+    for t in range(real):
+        r = 0
+        while r < ANGLES:
+            run = vtanh(vload(job.proj + (token + t) * shape.width + column + r))
+            slope = vmul(vset(PI), vsub(one, vmul(run, run)))
+            vstore(job.pack + (token + t) * shape.width + column + r, vmul(vload(sums + t * ANGLES + r), slope))
+            r += vlanes
+
+
+cdef void angle_job(void* arg, int thread) noexcept nogil:
+    cdef BackwardJob* job = <BackwardJob*> arg
+    cdef Py_ssize_t unit
+    if job.fast:
+        fp_fast()
+    while True:
+        unit = next_unit(&job.counter)
+        if unit >= job.shape.batch * job.shape.chunks:
+            return
+        angle_chunk(job, unit // job.shape.chunks, unit % job.shape.chunks, job.scratch + thread * job.scratch_size)
+
+
+cdef void norm_tokens_backward(BackwardJob* job, const float* gradient, const float* weight, const float* rstd_panel,
+                               Py_ssize_t column, Py_ssize_t first, Py_ssize_t count, float* rows, float* g) noexcept nogil:
+    """Gradient of an inner norm for ``count`` <= vlanes tokens: the sum over heads, then the collapsed norm backward."""
+    cdef Shape* shape = &job.shape
+    cdef Py_ssize_t t, h, n, r, token
+    cdef vf sums[STATE_VECTORS]
+    cdef vf turned[vlanes]
+    cdef vf block[vlanes]
+    cdef vf dot = vzero(), rstd, shift, x, by
+    cdef float rstds[vlanes]
+    cdef float shifts[vlanes]
+    for t in range(vlanes):
+        for n in range(STATE_VECTORS):
+            sums[n] = vzero()
+        if t < count:
+            for h in range(shape.heads):
+                for n in range(STATE_VECTORS):
+                    sums[n] = vadd(sums[n], vload(gradient + ((first + t) * shape.heads + h) * STATE + n * vlanes))
+        for n in range(STATE_VECTORS):
+            vstore(g + t * STATE + n * vlanes, sums[n])
+        token = first + t
+        rstds[t] = 0.0
+        if t < count:
+            rstds[t] = rstd_panel[token // shape.length * shape.chunks * CHUNK + token % shape.length]
+    n = 0
+    while n < STATE:
+        load_tokens(block, job.proj + first * shape.width + column + n, shape.width, 0, count)
+        for r in range(vlanes):
+            turned[r] = vload(g + r * STATE + n)
+        vtranspose(turned)
+        for r in range(vlanes):
+            dot = vfma(vmul(turned[r], vset(weight[n + r])), block[r], dot)
+        n += vlanes
+    rstd = vload(rstds)
+    vstore(shifts, vmul(vmul(rstd, rstd), vdiv(dot, vset(<float> STATE))))
+    for t in range(count):
+        rstd = vset(rstds[t])
+        shift = vset(shifts[t])
+        token = first + t
+        n = 0
+        while n < STATE:
+            x = vload(job.proj + token * shape.width + column + n)
+            by = vload(g + t * STATE + n)
+            vstore(rows + token * STATE + n, vmul(by, vmul(x, rstd)))
+            vstore(job.pack + token * shape.width + column + n,
+                   vmul(rstd, vsub(vmul(by, vload(weight + n)), vmul(x, shift))))
+            n += vlanes
+
+
+cdef void norm_job(void* arg, int thread) noexcept nogil:
+    cdef BackwardJob* job = <BackwardJob*> arg
+    cdef Py_ssize_t first, total = job.shape.batch * job.shape.length, count
+    cdef float* g = job.scratch + thread * job.scratch_size
+    if job.fast:
+        fp_fast()
+    while True:
+        first = next_unit(&job.counter) * vlanes
+        if first >= total:
+            return
+        count = total - first if total - first < vlanes else vlanes
+        norm_tokens_backward(job, job.dB, job.B_norm, job.B_rstd, 2 * job.shape.inner, first, count, job.dB_norm, g)
+        norm_tokens_backward(job, job.dC, job.C_norm, job.C_rstd, 2 * job.shape.inner + STATE, first, count, job.dC_norm, g)
