@@ -441,7 +441,7 @@ cdef Py_ssize_t plan(Product* job, int threads) noexcept nogil:
     job.long_panels = job.m % job.row_panels
     job.column_panels = ceil_div(job.n, PANEL)
     job.row_stride = (job.short_rows + 1) * block + PANEL_PAD
-    job.row_stride += -job.row_stride % 16
+    job.row_stride = ceil_div(job.row_stride, 16) * 16
     job.column_stride = PANEL * job.steps if job.columns_ready else PANEL * block + PANEL_PAD
     panels = job.row_panels if job.rows_private else job.column_panels
     stride = job.row_stride if job.rows_private else job.column_stride
