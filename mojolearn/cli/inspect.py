@@ -68,7 +68,7 @@ def _text(facts: dict[str, Any], tensors: bool) -> str:
         if tensors or len(facts["arrays"]) <= 4:
             stored = f", {bytes_text(array['stored'])} stored" if array.get("stored") else ""
             size = f"{array['dtype']} {bytes_text(array['nbytes'])}{stored}"
-            lines.append(f"  {array['name']:16}{size}  {array['sha256'][:16]}")
+            lines.append(f"  {array['name']:16}{size}  {(array['digest'] or '')[:16]}")
     return "\n".join(lines)
 
 

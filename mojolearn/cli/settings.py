@@ -75,6 +75,10 @@ class TrainSettings:
         for name in ("eval_windows", "max_norm"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.accumulation_steps < 1 or self.batch_size % self.accumulation_steps:
+            raise UsageError(
+                f"accumulation_steps must divide batch_size {self.batch_size}, got {self.accumulation_steps}"
+            )
         if self.schedule not in ("cosine", "linear", "constant"):
             raise UsageError(f"schedule must be cosine, linear or constant, got {self.schedule!r}")
 

@@ -59,7 +59,7 @@ def _add_setting(group: Any, item: Any) -> None:
         options["action"] = argparse.BooleanOptionalAction
     else:
         options["type"] = settings_module.parse_layers if item.name == "layers" else kind
-        options["metavar"] = "LIST" if item.name == "layers" else item.name.upper()
+        options["metavar"] = "LIST" if item.name == "layers" else {int: "N", float: "X"}.get(kind, "TEXT")
     group.add_argument(flag, **options)
 
 
