@@ -32,6 +32,20 @@ cdef enum Term:
     WEIGHTED_PRODUCTS
 
 
+cdef inline vf load(const float* p, Py_ssize_t n) noexcept nogil:
+    """The next vector of an array that has n > 0 elements left."""
+    if n >= vlanes:
+        return vload(p)
+    return vloadn(p, n)
+
+
+cdef inline void store(float* p, vf x, Py_ssize_t n) noexcept nogil:
+    if n >= vlanes:
+        vstore(p, x)
+    else:
+        vstoren(p, x, n)
+
+
 # ---- sums --------------------------------------------------------------------------------------------------------
 
 cdef inline Py_ssize_t leaf_size(Py_ssize_t terms) noexcept nogil:
@@ -257,7 +271,7 @@ cdef void norm_forward_job(void* arg, int tid) noexcept nogil:
     cdef NormJob* job = <NormJob*> arg
     cdef float sums[vlanes]
     cdef float scales[vlanes]
-    cdef Py_ssize_t first, count, r, j, width = job.width
+    cdef Py_ssize_t first, count, r, j, left, width = job.width
     cdef const float* x
     cdef float* out
     cdef vf scale
@@ -280,12 +294,10 @@ cdef void norm_forward_job(void* arg, int tid) noexcept nogil:
             x = job.x + (first + r) * width
             out = job.out + (first + r) * width
             j = 0
-            while j + vlanes <= width:
-                vstore(out + j, vflush(vmul(vload(job.w + j), vmul(vload(x + j), scale))))
+            while j < width:
+                left = width - j
+                store(out + j, vflush(vmul(load(job.w + j, left), vmul(load(x + j, left), scale))), left)
                 j += vlanes
-            if j < width:
-                vstoren(out + j, vflush(vmul(vloadn(job.w + j, width - j), vmul(vloadn(x + j, width - j), scale))),
-                        width - j)
 
 
 def rms_norm_forward(const float[:, ::1] x, const float[::1] w, float eps, float[:, ::1] out, float[::1] sumsq,
@@ -341,7 +353,7 @@ cdef void norm_backward_job(void* arg, int tid) noexcept nogil:
     cdef float dots[vlanes]
     cdef float scales[vlanes]
     cdef float shifts[vlanes]
-    cdef Py_ssize_t first, at, count, r, j, width = job.width
+    cdef Py_ssize_t first, at, count, r, j, left, width = job.width
     cdef vf scale, shift, dot, dx, row
     while True:
         first = next_unit(&job.counter) * vlanes
@@ -370,21 +382,15 @@ cdef void norm_backward_job(void* arg, int tid) noexcept nogil:
             at = (first + r) * width
             scale, shift = vset(scales[r]), vset(shifts[r])
             j = 0
-            while j + vlanes <= width:
-                norm_gradient(vload(job.dy + at + j), vload(job.x + at + j), vload(job.w + j), scale, shift,
-                              job.collapsed, &dx, &row)
+            while j < width:
+                left = width - j
+                norm_gradient(load(job.dy + at + j, left), load(job.x + at + j, left), load(job.w + j, left), scale,
+                              shift, job.collapsed, &dx, &row)
                 if job.residual != NULL:
-                    dx = vadd(dx, vload(job.residual + at + j))
-                vstore(job.dx + at + j, vflush(dx))
-                vstore(job.rows_out + at + j, row)
+                    dx = vadd(dx, load(job.residual + at + j, left))
+                store(job.dx + at + j, vflush(dx), left)
+                store(job.rows_out + at + j, row, left)
                 j += vlanes
-            if j < width:
-                norm_gradient(vloadn(job.dy + at + j, width - j), vloadn(job.x + at + j, width - j),
-                              vloadn(job.w + j, width - j), scale, shift, job.collapsed, &dx, &row)
-                if job.residual != NULL:
-                    dx = vadd(dx, vloadn(job.residual + at + j, width - j))
-                vstoren(job.dx + at + j, vflush(dx), width - j)
-                vstoren(job.rows_out + at + j, row, width - j)
 
 
 cdef void run_norm_backward(const float[:, ::1] dy, const float[:, ::1] x, const float[::1] w, const float[::1] sumsq,
@@ -392,8 +398,11 @@ cdef void run_norm_backward(const float[:, ::1] dy, const float[:, ::1] x, const
                             bint collapsed, int threads):
     cdef NormBackwardJob job
     job.dy, job.x, job.w, job.dx, job.rows_out = &dy[0, 0], &x[0, 0], &w[0], &dx[0, 0], &rows[0, 0]
-    job.sumsq = NULL if sumsq is None else &sumsq[0]
-    job.residual = NULL if residual is None else &residual[0, 0]
+    job.sumsq = job.residual = NULL
+    if sumsq is not None:
+        job.sumsq = &sumsq[0]
+    if residual is not None:
+        job.residual = &residual[0, 0]
     job.rows, job.width, job.eps, job.collapsed, job.counter = x.shape[0], x.shape[1], eps, collapsed, 0
     with nogil:
         parallel_run(norm_backward_job, &job, threads)
@@ -445,11 +454,9 @@ cdef void add_job(void* arg, int tid) noexcept nogil:
             return
         last = min(job.n, first + BLOCK)
         i = first
-        while i + vlanes <= last:
-            vstore(job.out + i, vflush(vadd(vload(job.a + i), vload(job.b + i))))
+        while i < last:
+            store(job.out + i, vflush(vadd(load(job.a + i, last - i), load(job.b + i, last - i))), last - i)
             i += vlanes
-        for i in range(last - (last - first) % vlanes, last):
-            job.out[i] = sflush(sadd(job.a[i], job.b[i]))
 
 
 def add(a, b, out, int threads):
@@ -507,13 +514,10 @@ cdef float* write_pointer(array, Py_ssize_t* n) except NULL:
 cdef bint block_finite(const float* x, Py_ssize_t n) noexcept nogil:
     cdef vi exponent = viset(0x7F800000), worst = viset(0)
     cdef Py_ssize_t i
-    cdef float rest[vlanes]
     i = 0
-    while i + vlanes <= n:
-        worst = vior(worst, vieq(viand(vasint(vload(x + i)), exponent), exponent))
+    while i < n:
+        worst = vior(worst, vieq(viand(vasint(load(x + i, n - i)), exponent), exponent))
         i += vlanes
-    if i < n:
-        worst = vior(worst, vieq(viand(vasint(vloadn(x + i, n - i)), exponent), exponent))
     return not vany(worst)
 
 
@@ -580,11 +584,9 @@ cdef void embedding_forward_job(void* arg, int tid) noexcept nogil:
             row = job.source + job.ids[t] * width
             out = job.out + t * width
             j = 0
-            while j + vlanes <= width:
-                vstore(out + j, vflush(vload(row + j)))
+            while j < width:
+                store(out + j, vflush(load(row + j, width - j)), width - j)
                 j += vlanes
-            for j in range(width - width % vlanes, width):
-                out[j] = sflush(row[j])
 
 
 def embedding_forward(const float[:, ::1] weight, const int32_t[::1] ids, float[:, ::1] out, int threads):
@@ -615,11 +617,9 @@ cdef void embedding_backward_job(void* arg, int tid) noexcept nogil:
             dy = job.source + t * width + first
             cell = job.out + job.ids[t] * width + first
             j = 0
-            while j + vlanes <= n:
-                vstore(cell + j, vflush(vadd(vload(cell + j), vload(dy + j))))
+            while j < n:
+                store(cell + j, vflush(vadd(load(cell + j, n - j), load(dy + j, n - j))), n - j)
                 j += vlanes
-            for j in range(n - n % vlanes, n):
-                cell[j] = sflush(sadd(cell[j], dy[j]))
 
 
 def embedding_backward(const float[:, ::1] dy, const int32_t[::1] ids, float[:, ::1] dweight, int threads):
@@ -719,49 +719,36 @@ cdef void folds(const float* values, Py_ssize_t rows, Py_ssize_t n, float* leave
         out[r] = fold_pairs(leaves + r * count, count)
 
 
-cdef inline vf shifted_exp(vf x, vf largest) noexcept nogil:
-    return vexp(vsub(x, largest))
-
-
 cdef void exp_row(const float* x, float largest, Py_ssize_t n, float* out) noexcept nogil:
     cdef vf shift = vset(largest)
     cdef Py_ssize_t i
     i = 0
-    while i + vlanes <= n:
-        vstore(out + i, shifted_exp(vload(x + i), shift))
+    while i < n:
+        store(out + i, vexp(vsub(load(x + i, n - i), shift)), n - i)
         i += vlanes
-    if i < n:
-        vstoren(out + i, shifted_exp(vloadn(x + i, n - i), shift), n - i)
 
 
 cdef void log_probability_row(const float* x, float largest, float log_sum, Py_ssize_t n, float* out) noexcept nogil:
     cdef vf shift = vset(largest), total = vset(log_sum)
     cdef Py_ssize_t i
     i = 0
-    while i + vlanes <= n:
-        vstore(out + i, vsub(vsub(vload(x + i), shift), total))
+    while i < n:
+        store(out + i, vsub(vsub(load(x + i, n - i), shift), total), n - i)
         i += vlanes
-    for i in range(n - n % vlanes, n):
-        out[i] = ssub(ssub(x[i], largest), log_sum)
-
-
-cdef inline vf logit_gradient(vf e, vf total, vf other, vf divisor, bint multiply) noexcept nogil:
-    cdef vf d = vsub(vdiv(e, total), other)
-    return vflush(vmul(d, divisor) if multiply else vdiv(d, divisor))
 
 
 cdef void gradient_row(const float* e, float total, float other, float divisor, Py_ssize_t n, float* out) noexcept nogil:
     """(e / total - other) / divisor. A division by a power of two is a multiplication, exactly and three times faster."""
     cdef int exponent
     cdef bint multiply = frexpf(divisor, &exponent) == 0.5
-    cdef vf sums = vset(total), others = vset(other), last = vset(1.0 / divisor if multiply else divisor)
+    cdef vf sums = vset(total), others = vset(other), last = vset(1.0 / divisor if multiply else divisor), d
     cdef Py_ssize_t i
     i = 0
-    while i + vlanes <= n:
-        vstore(out + i, logit_gradient(vload(e + i), sums, others, last, multiply))
+    while i < n:
+        d = vsub(vdiv(load(e + i, n - i), sums), others)
+        d = vmul(d, last) if multiply else vdiv(d, last)
+        store(out + i, vflush(d), n - i)
         i += vlanes
-    if i < n:
-        vstoren(out + i, logit_gradient(vloadn(e + i, n - i), sums, others, last, multiply), n - i)
 
 
 cdef void loss_job(void* arg, int tid) noexcept nogil:
@@ -959,9 +946,9 @@ cdef void draw_job(void* arg, int tid) noexcept nogil:
                     if job.x == NULL:
                         value = vflush(vfma(u, second, first))
                     else:
-                        value = vloadn(job.x + at + i, min(<Py_ssize_t> vlanes, n - i))
+                        value = load(job.x + at + i, n - i)
                         value = vselect(vge(u, first), vflush(vmul(value, second)), vzero())
-                vstoren(job.out + at + i, value, min(<Py_ssize_t> vlanes, n - i))
+                store(job.out + at + i, value, n - i)
                 i += vlanes
             at += WORDS // 2
 
@@ -1109,11 +1096,9 @@ cdef void scale_job(void* arg, int tid) noexcept nogil:
         first = (unit - job.pieces[s].first_unit) * BLOCK
         last = min(first + BLOCK, job.pieces[s].n)
         i = first
-        while i + vlanes <= last:
-            vstore(data + i, vflush(vmul(factor, vload(data + i))))
+        while i < last:
+            store(data + i, vflush(vmul(factor, load(data + i, last - i))), last - i)
             i += vlanes
-        for i in range(last - (last - first) % vlanes, last):
-            data[i] = sflush(smul(job.factor, data[i]))
 
 
 def scale(list arrays, float factor, int threads):
@@ -1177,30 +1162,19 @@ cdef inline void adam_vector(UpdateJob* job, vf g, vf* p, vf* m, vf* v) noexcept
 cdef void adam_block(UpdateJob* job, Piece* piece, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
     cdef float* grad = piece.data
     cdef const float* source = piece.second
-    cdef Py_ssize_t i, n
+    cdef Py_ssize_t i = first, n
     cdef vf g, p, m, v
-    i = first
-    while i + vlanes <= last:
-        g = incoming_gradient(job, vload(source + i))
-        p, m, v = vload(piece.parameter + i), vload(piece.moment + i), vload(piece.moment_sq + i)
+    while i < last:
+        n = last - i
+        g = incoming_gradient(job, load(source + i, n))
+        p, m, v = load(piece.parameter + i, n), load(piece.moment + i, n), load(piece.moment_sq + i, n)
         if job.rewrite:
-            vstore(grad + i, g)
+            store(grad + i, g, n)
         adam_vector(job, g, &p, &m, &v)
-        vstore(piece.parameter + i, p)
-        vstore(piece.moment + i, m)
-        vstore(piece.moment_sq + i, v)
+        store(piece.parameter + i, p, n)
+        store(piece.moment + i, m, n)
+        store(piece.moment_sq + i, v, n)
         i += vlanes
-    n = (last - first) % vlanes
-    if n:
-        i = last - n
-        g = incoming_gradient(job, vloadn(source + i, n))
-        p, m, v = vloadn(piece.parameter + i, n), vloadn(piece.moment + i, n), vloadn(piece.moment_sq + i, n)
-        if job.rewrite:
-            vstoren(grad + i, g, n)
-        adam_vector(job, g, &p, &m, &v)
-        vstoren(piece.parameter + i, p, n)
-        vstoren(piece.moment + i, m, n)
-        vstoren(piece.moment_sq + i, v, n)
 
 
 cdef inline void sgd_vector(UpdateJob* job, vf g, vf* p, vf* buffer, bint started) noexcept nogil:
@@ -1221,22 +1195,21 @@ cdef inline void sgd_vector(UpdateJob* job, vf g, vf* p, vf* buffer, bint starte
 cdef void sgd_block(UpdateJob* job, Piece* piece, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
     cdef float* grad = piece.data
     cdef const float* source = piece.second
-    cdef Py_ssize_t i, n
+    cdef Py_ssize_t i = first, n
     cdef vf g, p, b = vzero()
     cdef vf* buffer = NULL if piece.moment == NULL else &b
-    i = first
     while i < last:
-        n = min(<Py_ssize_t> vlanes, last - i)
-        g = incoming_gradient(job, vloadn(source + i, n))
-        p = vloadn(piece.parameter + i, n)
+        n = last - i
+        g = incoming_gradient(job, load(source + i, n))
+        p = load(piece.parameter + i, n)
         if job.rewrite:
-            vstoren(grad + i, g, n)
+            store(grad + i, g, n)
         if buffer != NULL:
-            b = vloadn(piece.moment + i, n)
+            b = load(piece.moment + i, n)
         sgd_vector(job, g, &p, buffer, piece.flag)
-        vstoren(piece.parameter + i, p, n)
+        store(piece.parameter + i, p, n)
         if buffer != NULL:
-            vstoren(piece.moment + i, b, n)
+            store(piece.moment + i, b, n)
         i += vlanes
 
 

@@ -4,25 +4,16 @@ import numpy as np
 
 from mojolearn._arrays import as_float32, as_index, describe
 from mojolearn._core import layers
+from mojolearn._gradients import leaf_size
 from mojolearn._numerics import get_num_threads
 from mojolearn.errors import NonFiniteError
 
 __all__ = ["accumulate_grads", "accumulation_is_aligned", "is_power_of_two"]
 
-_LEAF = 128
-_MAX_LEAVES = 1024
-
 
 def is_power_of_two(number):
     """Whether a positive integer is a power of two."""
     return number & (number - 1) == 0
-
-
-def _leaf_size(terms):
-    """Terms of a leaf of the profile's sums."""
-    if -(-terms // _LEAF) <= _MAX_LEAVES:
-        return min(terms, _LEAF)
-    return -(-terms // _MAX_LEAVES)
 
 
 def accumulation_is_aligned(tokens, accumulation_steps):
@@ -47,8 +38,8 @@ def accumulation_is_aligned(tokens, accumulation_steps):
     steps = as_index(accumulation_steps, "accumulation_steps")
     if tokens <= 0 or steps <= 0 or tokens % steps or not is_power_of_two(steps):
         return False
-    leaf = _leaf_size(tokens)
-    return leaf == _leaf_size(tokens // steps) and tokens % leaf == 0 and (tokens // leaf) % steps == 0
+    leaf = leaf_size(tokens)
+    return leaf == leaf_size(tokens // steps) and tokens % leaf == 0 and (tokens // leaf) % steps == 0
 
 
 def accumulate_grads(microbatch_grads, tokens=None):
