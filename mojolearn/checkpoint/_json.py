@@ -54,10 +54,15 @@ def check_plain(value, name, depth=0):
     if depth >= MAX_DEPTH:
         raise ValueError(f"{name} is nested deeper than {MAX_DEPTH} levels")
     kind = type(value)
-    if kind is dict:
+    if kind is str:
+        # Half a surrogate pair has no UTF-8 form, and two halves would come back as one character.
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(f"{name} holds text with a lone surrogate, {value!r}")
+    elif kind is dict:
         for key, item in value.items():
             if type(key) is not str:
                 raise TypeError(f"keys of {name} must be strings, got {key!r}")
+            check_plain(key, name, depth + 1)
             check_plain(item, name, depth + 1)
     elif kind is list:
         for item in value:
@@ -65,7 +70,7 @@ def check_plain(value, name, depth=0):
     elif kind is float:
         if not math.isfinite(value):
             raise ValueError(f"{name} must hold finite numbers, got {value}")
-    elif kind not in (str, int, bool) and value is not None:
+    elif kind not in (int, bool) and value is not None:
         raise TypeError(f"{name} must hold dicts, lists, strings, numbers, booleans and None, got {kind.__name__}")
 
 
