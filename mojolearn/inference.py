@@ -4,11 +4,12 @@ import numpy as np
 
 from mojolearn import checkpoint, lowbit
 from mojolearn._arrays import as_float32, describe
-from mojolearn._core import linalg
-from mojolearn._numerics import MODE_NAMES, mode_index
+from mojolearn._core import decode, linalg
+from mojolearn._numerics import MODE_NAMES, get_num_threads, mode_index
+from mojolearn.blocks.transformer import rope_table
 from mojolearn.config import SambaConfig
-from mojolearn.errors import CheckpointError
-from mojolearn.model import SambaModel
+from mojolearn.errors import CheckpointError, NonFiniteError
+from mojolearn.model import SambaModel, SambaState
 
 __all__ = ["SambaInference"]
 
@@ -101,6 +102,7 @@ class SambaInference(SambaModel):
         self.weight_format = packed_format or "float32"
         self._weights = bound
         self._bind(config, mode, bound)
+        self._decoder = decode.Decoder(config, bound, mode)
 
     @classmethod
     def from_checkpoint(cls, path, *, numeric_mode=None):
@@ -170,6 +172,55 @@ class SambaInference(SambaModel):
         """The same as `forward`."""
         return self.forward(inputs, state, lengths=lengths, last_only=last_only)
 
+    def step(self, inputs, state):
+        """Decode one token per row and update `state` in place.
+
+        The logits equal, in every bit, those that one forward over the whole sequence gives at that position.
+
+        Parameters
+        ----------
+        inputs : array of int, shape (B,) or (B, 1)
+            Token ids.
+        state : SambaState
+            From `allocate_state`.
+
+        Returns
+        -------
+        ndarray of float32, shape (B, vocab)
+
+        Notes
+        -----
+        Up to 8 rows go through the whole model in one compiled call, on what the state's Mamba-3 layers keep ready for
+        the next token. That is rebuilt when the state's arrays have been replaced or, as a restored snapshot has, hold
+        other angles, tokens or first state rows than the last step left; set ``state.layers`` anew after any finer edit.
+        """
+        if not isinstance(state, SambaState) or state.batch_size > decode.MAX_STEP_ROWS:
+            return super().step(inputs, state)
+        ids = self._step_ids(inputs)
+        self._check_state_shape(state, *ids.shape)
+        session = state._session
+        threads = get_num_threads()
+        if session is None or session.decoder is not self._decoder or session.threads != threads:
+            session = self._new_session(state, threads)
+        if not session.prepare(state, lambda i: self._check_layer_state(i, state, 1)):
+            return super().step(inputs, state)
+        logits = np.empty((len(ids), self.config.vocab), np.float32)
+        status = session.step(ids.reshape(-1), state, logits)
+        if status == decode.CACHE_NOT_FINITE:
+            raise NonFiniteError("state must be finite, got NaN or infinity in a used slot of a key/value cache")
+        if status != decode.DONE:
+            self._refuse_activation(status)
+        return logits
+
+    def _new_session(self, state, threads):
+        for i in range(len(self._blocks)):
+            self._check_layer_state(i, state, 1)
+        cosines = sines = None
+        if self._has_attention:
+            cosines, sines = rope_table(self.config.head_dim, 10000.0, state.max_tokens)
+        state._session = decode.Session(self._decoder, state, cosines, sines, threads)
+        return state._session
+
     def parameters(self):
         """An independent float32 copy of every weight, keyed by registry name; packed ones are unpacked exactly."""
         return {name: _unpack(weight) for name, weight in self._weights.items()}
@@ -194,6 +245,7 @@ class SambaInference(SambaModel):
         other = type(self).__new__(type(self))
         other.weight_format, other._weights = self.weight_format, self._weights
         other._bind(self.config, self._mode, self._weights)
+        other._decoder = self._decoder
         return other
 
 

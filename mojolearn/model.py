@@ -69,6 +69,12 @@ class SambaState:
             if not isinstance(layer, tuple(_STATE_KINDS.values())):
                 raise TypeError(f"layers[{i}] must be a Mamba3State or TransformerState, got {describe(layer)}")
 
+    # What compiled decoding keeps beside the documented arrays; made on demand, never copied or stored.
+    _session = None
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_session"}
+
     def __repr__(self):
         return (
             f"SambaState(batch_size={self.batch_size}, max_tokens={self.max_tokens}, "
@@ -332,10 +338,7 @@ class SambaModel:
         """
         if state is None:
             raise ValueError("state must be a SambaState, got None; allocate_state makes one")
-        ids = as_ids(inputs, "inputs", self.config.vocab, (1, 2))
-        if ids.ndim == 2 and ids.shape[1] != 1:
-            raise ValueError(f"inputs of a step must have one token per row, (B,) or (B, 1), got shape {ids.shape}")
-        ids = ids.reshape(-1, 1)
+        ids = self._step_ids(inputs)
         self._check_state(state, ids)
         with self._context() as ctx:
             x, advances = self._run_blocks(ctx, ids, state)
@@ -412,12 +415,22 @@ class SambaModel:
             return as_ids(inputs, "inputs", self.config.vocab, 2), None
         return as_ragged_ids(inputs, "inputs", self.config.vocab, lengths)
 
+    def _step_ids(self, inputs):
+        ids = as_ids(inputs, "inputs", self.config.vocab, (1, 2))
+        if ids.ndim == 2 and ids.shape[1] != 1:
+            raise ValueError(f"inputs of a step must have one token per row, (B,) or (B, 1), got shape {ids.shape}")
+        return ids.reshape(-1, 1)
+
     def _check_positions(self, count, name="positions"):
         if self._has_attention and count > MAX_POSITIONS:
             raise CapacityError(f"{name} must be at most {MAX_POSITIONS} with attention layers, got {count}")
 
     def _check_state(self, state, ids):
-        batch, length = ids.shape
+        self._check_state_shape(state, *ids.shape)
+        for i in range(len(self._blocks)):
+            self._check_layer_state(i, state, ids.shape[1])
+
+    def _check_state_shape(self, state, batch, length):
         if not isinstance(state, SambaState):
             raise TypeError(f"state must be a SambaState, got {describe(state)}")
         if state.batch_size != batch:
@@ -432,16 +445,21 @@ class SambaModel:
         for i, (kind, layer) in enumerate(zip(self.config.layers, state.layers)):
             if not isinstance(layer, _STATE_KINDS[kind]):
                 raise ValueError(f"state.layers[{i}] must be a {_STATE_KINDS[kind].__name__}, got {describe(layer)}")
-        for i, (block, layer) in enumerate(zip(self._blocks, state.layers)):
-            try:
-                block._check_state(layer, batch, length)
-            except ValueError as error:
-                raise type(error)(f"state.layers[{i}]: {error}") from None
+
+    def _check_layer_state(self, i, state, length):
+        """Shapes, room and finiteness of one layer's state."""
+        try:
+            self._blocks[i]._check_state(state.layers[i], state.batch_size, length)
+        except ValueError as error:
+            raise type(error)(f"state.layers[{i}]: {error}") from None
 
     def _check_finite(self, ctx, x, layer):
         if not kernels.all_finite(x.reshape(-1), ctx.threads):
-            where = "the embedding" if layer < 0 else f"layer {layer} ({self.config.layers[layer]})"
-            raise NonFiniteError(f"the output of {where} must be finite, got NaN or infinity")
+            self._refuse_activation(layer)
+
+    def _refuse_activation(self, layer):
+        where = "the embedding" if layer < 0 else f"layer {layer} ({self.config.layers[layer]})"
+        raise NonFiniteError(f"the output of {where} must be finite, got NaN or infinity")
 
     # Computation
 

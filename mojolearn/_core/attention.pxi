@@ -345,7 +345,7 @@ cdef void pack_queries(const float* rows, Py_ssize_t stride, Py_ssize_t count, P
 cdef void score_cells(const float* rows, Py_ssize_t width, const float* columns, Py_ssize_t depth,
                       float* out) noexcept nogil:
     """Product cells of CHAIN_ROWS rows with CHAIN_LANES columns: a chain per leaf, leaves folded in pairs."""
-    if depth <= LEAF:
+    if depth <= SCORE_LEAF:
         chain_rows(rows, width, columns, out, depth)
         return
     # a binary counter of finished leaves; 16 levels hold 2^15 leaves, more than any head has
@@ -355,7 +355,7 @@ cdef void score_cells(const float* rows, Py_ssize_t width, const float* columns,
     cdef float* older
     d = 0
     while d < depth:
-        steps = min(<Py_ssize_t> LEAF, depth - d)
+        steps = min(<Py_ssize_t> SCORE_LEAF, depth - d)
         chain_rows(rows + d, width, columns + d * CHAIN_LANES, out, steps)
         size = 1
         while top and (sizes[top - 1] == size or d + steps == depth):
@@ -370,7 +370,7 @@ cdef void score_cells(const float* rows, Py_ssize_t width, const float* columns,
             memcpy(levels + top * CHAIN_ROWS * CHAIN_LANES, out, CHAIN_ROWS * CHAIN_LANES * sizeof(float))
             sizes[top] = size
             top += 1
-        d += LEAF
+        d += SCORE_LEAF
 
 
 cdef inline vf visible_score(const Attention* a, vf cell, Py_ssize_t first_query, Py_ssize_t lane,

@@ -7,7 +7,7 @@ a time, so that lanes go across keys and the cache keeps its documented layout.
 from libc.string cimport memcpy
 
 cdef enum:
-    LEAF = 128
+    SCORE_LEAF = 128
 
 
 cdef inline vf load_lanes(const float* p, Py_ssize_t n) noexcept nogil:
@@ -84,7 +84,7 @@ cdef vi token_scores(const TokenAttention* t, Py_ssize_t key, Py_ssize_t count, 
         rows[i] = token_row(t, t.keys, t.new_key, key + i)
     leaf = 0
     while leaf < t.head_dim:
-        leaf_end = min(leaf + <Py_ssize_t> LEAF, t.head_dim)
+        leaf_end = min(leaf + <Py_ssize_t> SCORE_LEAF, t.head_dim)
         for h in range(t.group):
             vstore(sums + h * vlanes, vzero())
         d = leaf

@@ -355,6 +355,19 @@ MOJO_INLINE void cpu_relax(void) {
     MOJO_BARRIER();
 #endif
 }
+/* Until `target` units are done: by threads that have taken them, so not for long, unless one of them has been put
+ * aside by the system. */
+#if !defined(_WIN32)
+#include <sched.h>
+#endif
+MOJO_INLINE void wait_until(ptrdiff_t *done, ptrdiff_t target) {
+    for (int spins = 0; units_done(done) < target; spins++) {
+        if (spins < 2000) cpu_relax();
+#if !defined(_WIN32)
+        else sched_yield();
+#endif
+    }
+}
 #define prefetch(address) __builtin_prefetch(address)
 
 /* ---- 32 x 32 -> 64 bits, unsigned, in two vectors --------------------------------------------------------------- */

@@ -83,6 +83,7 @@ cdef extern from "simd.h" nogil:
     void unit_done(Py_ssize_t* counter)
     Py_ssize_t units_done(Py_ssize_t* counter)
     void cpu_relax()
+    void wait_until(Py_ssize_t* done, Py_ssize_t target)
     void prefetch(const void* address)
 
     void vimul_wide(vi a, uint32_t factor, vi* low, vi* high)      # 32 x 32 -> 64 bits, unsigned

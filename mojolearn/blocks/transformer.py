@@ -15,7 +15,7 @@ _LAST_POSITIONS = 8192
 _rope_tables = {}
 
 
-def _rope_table(head_dim, theta, positions):
+def rope_table(head_dim, theta, positions):
     """(cosines, sines) of at least `positions` rows, grown by doubling and shared by all blocks of a shape."""
     key = head_dim, theta
     table = _rope_tables.get(key)
@@ -420,7 +420,7 @@ class TransformerBlock(Block):
         sink.colsum(name, dnormed)
 
     def _rotate(self, ctx, rows, length, first, inverse=False):
-        cosines, sines = _rope_table(self.head_dim, self.rope_theta, first + length)
+        cosines, sines = rope_table(self.head_dim, self.rope_theta, first + length)
         attention.rope(rows, cosines, sines, length, first, self.head_dim, inverse, ctx.threads)
 
     def _attend(self, ctx, queries, new, context, batch, first, state, keep):

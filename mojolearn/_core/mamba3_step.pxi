@@ -1,0 +1,245 @@
+# One token of one Mamba-3 head (numerics, forward 5, for L = 1). The open chunk is not replayed: the carry keeps what a
+# further token needs of it, in the layout that lets lanes run across tokens or channels:
+#
+#   ks  [n][t]   scaled rotated keys of the chunk's tokens
+#   h   [n][p]   the state that enters the chunk
+#   seg [t]      running sums of A dt from token t + 1 to the newest
+#
+# All three can be rebuilt from the documented state (`rebuild_carry`). They change at once; the documented state changes
+# in `commit_head` only, when the whole step has succeeded. After a failed step the carry is rebuilt.
+
+cdef extern from *:
+    """
+    #define CHUNK_VECTORS (64 / W)
+    """
+    enum:
+        CHUNK_VECTORS
+
+cdef struct MambaWeights:
+    const float* dt_bias         # (H,)
+    const float* B_norm          # (128,)
+    const float* C_norm
+    const float* B_bias          # (H, 128)
+    const float* C_bias
+    const float* D               # (H,)
+
+
+cdef struct MambaCarry:
+    Py_ssize_t heads
+    Py_ssize_t buffered          # tokens of the open chunk, 0..64
+    # the documented state, rows of one batch
+    float* theta                 # (B, H, 32)
+    float* h                     # (B, H, 64, 128)
+    float* qrot                  # (B, 64, H, 128)
+    float* krot
+    float* v                     # (B, 64, H, 64)
+    float* dt                    # (B, 64, H)
+    float* sig
+    float* adt
+    # the carry
+    float* ks_cache              # (B, H, 128, 64)
+    float* h_cache               # (B, H, 128, 64)
+    float* seg_cache             # (B, H, 64)
+    # values of the new token until they are committed, (B, H, NEW_FLOATS)
+    float* new
+
+
+cdef enum:
+    # offsets in the values of a new token
+    NEW_THETA = 0
+    NEW_QROT = 32
+    NEW_KROT = 160
+    NEW_DT = 288
+    NEW_SIG = 289
+    NEW_ADT = 290
+    NEW_FLOATS = 304
+    STEP_SCRATCH = 2 * TALL + 2 * SQUARE    # of a thread
+
+
+cdef void rebuild_carry(MambaCarry* carry, Py_ssize_t row, Py_ssize_t head) noexcept nogil:
+    """Fill the carry of one head from the documented state."""
+    cdef Py_ssize_t heads = carry.heads, line = row * heads + head, t, n, j, at
+    cdef float* ks = carry.ks_cache + line * TALL
+    cdef float* seg = carry.seg_cache + line * CHUNK
+    cdef float scale, beta
+    cdef const float* k
+    transpose(carry.h + line * TALL, STATE, HEAD, STATE, carry.h_cache + line * TALL, HEAD)
+    memset(ks, 0, TALL * sizeof(float))
+    memset(seg, 0, CHUNK * sizeof(float))
+    for t in range(carry.buffered):
+        at = (row * CHUNK + t) * heads + head
+        scale = smul(carry.dt[at], carry.sig[at])
+        if t + 1 < carry.buffered:      # the newest token's scale is completed by its successor
+            beta = smul(carry.dt[at + heads], ssub(1.0, carry.sig[at + heads]))
+            scale = sadd(scale, beta)
+        k = carry.krot + at * STATE
+        for n in range(STATE):
+            ks[n * CHUNK + t] = smul(k[n], scale)
+        for j in range(t):
+            seg[j] = sadd(seg[j], carry.adt[at])
+
+
+cdef void seal_chunk(MambaCarry* carry, Py_ssize_t row, Py_ssize_t head, float* scratch) noexcept nogil:
+    """Fold the full chunk into the state that enters the next one."""
+    cdef Py_ssize_t heads = carry.heads, line = row * heads + head, t
+    cdef float* v = scratch + 2 * TALL
+    cdef float total[CHUNK]
+    cdef float from_start[CHUNK]
+    cdef float to_end[CHUNK]
+    cdef float adt[CHUNK]
+    for t in range(CHUNK):
+        adt[t] = carry.adt[(row * CHUNK + t) * heads + head]
+        memcpy(v + t * HEAD, carry.v + ((row * CHUNK + t) * heads + head) * HEAD, HEAD * sizeof(float))
+    running_decay(adt, CHUNK, total, from_start, to_end)
+    carry_state(carry.h_cache + line * TALL, carry.ks_cache + line * TALL, v, to_end, sexp(total[CHUNK - 1]), CHUNK,
+                v + SQUARE, scratch, carry.h_cache + line * TALL)
+
+
+cdef void norm_state_row(const float* x, const float* weight, float* out) noexcept nogil:
+    """RMS norm of 128 columns, one chain."""
+    cdef float total = 0, scale
+    cdef Py_ssize_t n
+    for n in range(STATE):
+        total = sfma(x[n], x[n], total)
+    scale = sflush(srsqrt(sflush(sadd(sdiv(total, <float> STATE), NORM_EPS))))
+    n = 0
+    while n < STATE:
+        vstore(out + n, vmul(vload(weight + n), vmul(vload(x + n), vset(scale))))
+        n += vlanes
+
+
+cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t row, Py_ssize_t head, const float* proj,
+                    const float* B, const float* C, float* gate, float* scratch) noexcept nogil:
+    """Gate row (64) of one head from the token's projection ``proj`` and its normed B and C rows (128)."""
+    cdef Py_ssize_t heads = carry.heads, line = row * heads + head, inner = heads * HEAD
+    cdef Py_ssize_t newest, at, n, j, p, vectors
+    cdef float* ks = carry.ks_cache + line * TALL
+    cdef float* h = carry.h_cache + line * TALL
+    cdef float* seg = carry.seg_cache + line * CHUNK
+    cdef float* new = carry.new + line * NEW_FLOATS
+    cdef float* qrot = new + NEW_QROT
+    cdef float* krot = new + NEW_KROT
+    cdef const float* tail = proj + 2 * inner + 2 * STATE
+    cdef const float* B_bias = weights.B_bias + head * STATE
+    cdef const float* C_bias = weights.C_bias + head * STATE
+    cdef const float* values = proj + inner + head * HEAD
+    cdef float q[STATE]
+    cdef float k[STATE]
+    cdef float cosine[ANGLES]
+    cdef float sine[ANGLES]
+    cdef float weight[CHUNK]
+    cdef vf scores[CHUNK_VECTORS]
+    cdef vf carried[CHUNK_VECTORS]
+    cdef vf inside[CHUNK_VECTORS]
+    cdef vf x, y, sine_of, cosine_of, decay
+    cdef float dt, adt, sig, gamma, scale, dot, total, q0, q1, through
+    dt = sflush(vget(vsoftplus(vset(sadd(tail[head], weights.dt_bias[head]))), 0))
+    adt = sflush(vget(vmul(decay_rate(vset(tail[heads + head])), vset(dt)), 0))
+    sig = sflush(vget(vsigmoid(vset(tail[2 * heads + head])), 0))
+
+    # This token completes the scale of the one before it, and perhaps a chunk.
+    if carry.buffered:
+        newest = carry.buffered - 1
+        at = (row * CHUNK + newest) * heads + head
+        scale = sadd(smul(carry.dt[at], carry.sig[at]), smul(dt, ssub(1.0, sig)))
+        for n in range(STATE):
+            ks[n * CHUNK + newest] = smul(carry.krot[at * STATE + n], scale)
+    if carry.buffered == CHUNK:
+        seal_chunk(carry, row, head, scratch)
+        memset(seg, 0, CHUNK * sizeof(float))
+        newest = 0
+    else:
+        newest = carry.buffered
+
+    n = 0
+    while n < ANGLES:
+        x = vmul(vmul(vtanh(vload(tail + 3 * heads + n)), vset(PI)), vset(dt))
+        x = vflush(wrap_angle(vadd(vload(carry.theta + line * ANGLES + n), x)))
+        vstore(new + NEW_THETA + n, x)
+        vsincos(x, &sine_of, &cosine_of)
+        vstore(sine + n, vflush(sine_of))
+        vstore(cosine + n, vflush(cosine_of))
+        n += vlanes
+    n = 0
+    while n < STATE:
+        vstore(q + n, vadd(vload(C + n), vload(C_bias + n)))
+        vstore(k + n, vadd(vload(B + n), vload(B_bias + n)))
+        n += vlanes
+    gamma = smul(dt, sig)
+    scale = sadd(gamma, 0.0)
+    for j in range(ANGLES):
+        q0 = q[2 * j]
+        q1 = q[2 * j + 1]
+        qrot[2 * j] = sflush(ssub(smul(q0, cosine[j]), smul(q1, sine[j])))
+        qrot[2 * j + 1] = sflush(sadd(smul(q0, sine[j]), smul(q1, cosine[j])))
+        q0 = k[2 * j]
+        q1 = k[2 * j + 1]
+        krot[2 * j] = sflush(ssub(smul(q0, cosine[j]), smul(q1, sine[j])))
+        krot[2 * j + 1] = sflush(sadd(smul(q0, sine[j]), smul(q1, cosine[j])))
+    n = 2 * ANGLES
+    while n < STATE:
+        vstore(qrot + n, vflush(vload(q + n)))
+        vstore(krot + n, vflush(vload(k + n)))
+        n += vlanes
+
+    # Three kinds of chains over the state rows, side by side so that none waits for its own latency.
+    for j in range(CHUNK_VECTORS):
+        scores[j] = vzero()
+        carried[j] = vzero()
+        inside[j] = vzero()
+    dot = 0
+    for n in range(STATE):
+        x = vset(qrot[n])
+        dot = sfma(q[n], k[n], dot)
+        for j in range(CHUNK_VECTORS):
+            scores[j] = vfma(x, vload(ks + n * CHUNK + j * vlanes), scores[j])
+            carried[j] = vfma(x, vload(h + n * HEAD + j * vlanes), carried[j])
+    vectors = (newest + vlanes - 1) // vlanes
+    for j in range(vectors):
+        decay = vadd(vload(seg + j * vlanes), vset(adt))
+        vstore(seg + j * vlanes, decay)
+        vstore(weight + j * vlanes, vmul(scores[j], vexp(decay)))
+    if newest < CHUNK:
+        seg[newest] = 0
+    for j in range(newest):
+        x = vset(weight[j])
+        for p in range(CHUNK_VECTORS):
+            y = vload(carry.v + ((row * CHUNK + j) * heads + head) * HEAD + p * vlanes)
+            inside[p] = vfma(x, y, inside[p])
+    total = adt
+    if newest:
+        # cs of this token: the running sum of the chunk, in order from its first token
+        total = 0
+        for j in range(newest):
+            total = sadd(total, carry.adt[(row * CHUNK + j) * heads + head]) if j else carry.adt[row * CHUNK * heads + head]
+        total = sadd(total, adt)
+    decay = vexp(vset(total))
+    through = sadd(weights.D[head], smul(dot, gamma))
+    for p in range(CHUNK_VECTORS):
+        x = vadd(vmul(carried[p], decay), inside[p])
+        x = vadd(x, vmul(vset(through), vload(values + p * vlanes)))
+        y = vsilu(vflush(vload(proj + head * HEAD + p * vlanes)))
+        vstore(gate + head * HEAD + p * vlanes, vflush(vmul(x, y)))
+    for n in range(STATE):
+        ks[n * CHUNK + newest] = smul(krot[n], scale)
+    new[NEW_DT] = dt
+    new[NEW_SIG] = sig
+    new[NEW_ADT] = adt
+
+
+cdef void commit_head(MambaCarry* carry, Py_ssize_t row, Py_ssize_t head, const float* proj) noexcept nogil:
+    """Write what the step of one head has made into the documented state, `buffered` apart."""
+    cdef Py_ssize_t heads = carry.heads, line = row * heads + head, p
+    cdef Py_ssize_t newest = carry.buffered % CHUNK
+    cdef Py_ssize_t at = (row * CHUNK + newest) * heads + head
+    cdef const float* new = carry.new + line * NEW_FLOATS
+    if carry.buffered == CHUNK:
+        transpose(carry.h_cache + line * TALL, HEAD, STATE, HEAD, carry.h + line * TALL, STATE)
+    memcpy(carry.theta + line * ANGLES, new + NEW_THETA, ANGLES * sizeof(float))
+    memcpy(carry.qrot + at * STATE, new + NEW_QROT, STATE * sizeof(float))
+    memcpy(carry.krot + at * STATE, new + NEW_KROT, STATE * sizeof(float))
+    for p in range(HEAD):
+        carry.v[at * HEAD + p] = sflush(proj[heads * HEAD + head * HEAD + p])
+    carry.dt[at] = new[NEW_DT]
+    carry.sig[at] = new[NEW_SIG]
+    carry.adt[at] = new[NEW_ADT]
