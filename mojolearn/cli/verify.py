@@ -35,6 +35,6 @@ def run(args: argparse.Namespace) -> int:
     lines = [
         f"{'ok' if check['ok'] else 'FAILED':8}{check['name']:34}{check['detail']}" for check in report["checks"]
     ]
-    lines.append(f"digest  {report['digest']}")
+    lines.append(f"digest  {report['digest'] or 'none, since a check failed'}")
     emit(args, report, "\n".join(lines))
     return 0 if report["ok"] else 1
