@@ -24,6 +24,7 @@ include "panel.pxi"
 include "product.pxi"
 include "column_sum.pxi"
 include "packed_weight.pxi"
+include "lowbit.pxi"
 
 
 cdef int check_threads(int threads) except -1:
@@ -124,3 +125,55 @@ def merge(const float[::1] older, const float[::1] newer, float[::1] out, int th
     job.next_piece = 0
     with nogil:
         parallel_run(merge_job, &job, threads)
+
+
+def to_bfloat16(const float[:, :] values, uint16_t[:, ::1] bits, int threads):
+    """bits = the bfloat16 codes of values (n, k)."""
+    cdef Coding job = coding(values.shape[0], values.shape[1])
+    check_codes(values.shape[0], values.shape[1], bits.shape[0], bits.shape[1], threads)
+    job.values = operand(values, "values", BY_ROWS)
+    job.bits = &bits[0, 0]
+    with nogil:
+        parallel_run(encode_job, &job, threads)
+
+
+def to_int8(const float[:, :] values, int8_t[:, ::1] codes, int32_t[::1] exponents, int threads):
+    """codes, exponents = the int8 codes of values (n, k), and the exponent of each row's scale."""
+    cdef Coding job = coding(values.shape[0], values.shape[1])
+    check_codes(values.shape[0], values.shape[1], codes.shape[0], codes.shape[1], threads)
+    check_codes(values.shape[0], 1, exponents.shape[0], 1, threads)
+    job.values = operand(values, "values", BY_ROWS)
+    job.codes = &codes[0, 0]
+    job.exponents = &exponents[0]
+    with nogil:
+        parallel_run(encode_job, &job, threads)
+
+
+def from_bfloat16(const uint16_t[:, ::1] bits, float[:, ::1] values, int threads):
+    """values = the floats that the bfloat16 codes stand for, exactly."""
+    cdef Coding job = coding(values.shape[0], values.shape[1])
+    check_codes(values.shape[0], values.shape[1], bits.shape[0], bits.shape[1], threads)
+    job.widened = &values[0, 0]
+    job.bits = <uint16_t*> &bits[0, 0]
+    with nogil:
+        parallel_run(decode_job, &job, threads)
+
+
+def from_int8(const int8_t[:, ::1] codes, const int32_t[::1] exponents, float[:, ::1] values, int threads):
+    """values = codes * 2**exponents, row by row."""
+    cdef Coding job = coding(values.shape[0], values.shape[1])
+    check_codes(values.shape[0], values.shape[1], codes.shape[0], codes.shape[1], threads)
+    check_codes(values.shape[0], 1, exponents.shape[0], 1, threads)
+    job.widened = &values[0, 0]
+    job.codes = <int8_t*> &codes[0, 0]
+    job.exponents = <int32_t*> &exponents[0]
+    with nogil:
+        parallel_run(decode_job, &job, threads)
+
+
+cdef int check_codes(Py_ssize_t rows, Py_ssize_t columns, Py_ssize_t code_rows, Py_ssize_t code_columns,
+                     int threads) except -1:
+    check_threads(threads)
+    if code_rows != rows or code_columns != columns:
+        raise ValueError(f"codes {code_rows, code_columns} do not fit values {rows, columns}")
+    return 0

@@ -182,8 +182,26 @@ MOJO_NOINLINE void panel_widen(int format, const char *panel, const float *scale
 
 /* ---- packing -------------------------------------------------------------------------------------------------------- */
 typedef uint16_t mojo_halves __attribute__((vector_size(2 * W), aligned(2), may_alias));
-MOJO_INLINE vi load_halves(const uint16_t *p) {
-    return (vi)__builtin_convertvector(*(const mojo_halves *)p, __typeof__((vi){0}));
+typedef int8_t mojo_bytes __attribute__((vector_size(W), aligned(1), may_alias));
+MOJO_INLINE vi load_halves(const uint16_t *p) { return __builtin_convertvector(*(const mojo_halves *)p, vi); }
+/* (the compiler's conversion from bytes goes lane by lane) */
+MOJO_INLINE vi load_bytes(const int8_t *p) {
+#if MOJO_ISA == 3
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif MOJO_ISA == 2
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    return __builtin_convertvector(*(const mojo_bytes *)p, vi);
+#endif
+}
+/* the low 16 or 8 bits of every lane */
+MOJO_INLINE void store_halves(uint16_t *p, vi x) { *(mojo_halves *)p = __builtin_convertvector(x, mojo_halves); }
+MOJO_INLINE void store_bytes(int8_t *p, vi x) {
+#if MOJO_ISA == 3
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    *(mojo_bytes *)p = __builtin_convertvector(x, mojo_bytes);
+#endif
 }
 
 /* W steps of bfloat16 (or W pairs of steps of int8) of the columns [q W, q W + W) and those 16 further. `columns` of the
