@@ -5,7 +5,7 @@ import numpy as np
 from mojolearn import checkpoint, lowbit
 from mojolearn._arrays import as_float32, describe
 from mojolearn._core import decode, linalg
-from mojolearn._numerics import MODE_NAMES, get_num_threads, mode_index
+from mojolearn._numerics import get_num_threads, mode_index
 from mojolearn.blocks.transformer import rope_table
 from mojolearn.config import SambaConfig
 from mojolearn.errors import CheckpointError, NonFiniteError
@@ -99,10 +99,13 @@ class SambaInference(SambaModel):
                     raise ValueError(f"weights must have one packed format, got {packed_format} and {tensor.format}")
                 packed_format = tensor.format
             bound[name] = _pack(tensor, label, shapes[name], panels=name.endswith(_PANELS))
-        self.weight_format = packed_format or "float32"
-        self._weights = bound
-        self._bind(config, mode, bound)
-        self._decoder = decode.Decoder(config, bound, mode)
+        self._set_weights(config, mode, packed_format or "float32", bound)
+
+    def _set_weights(self, config, mode, weight_format, weights):
+        self.weight_format = weight_format
+        self._weights = weights
+        self._bind(config, mode, weights)
+        self._decoder = decode.Decoder(config, weights, mode)
 
     @classmethod
     def from_checkpoint(cls, path, *, numeric_mode=None):
@@ -234,18 +237,20 @@ class SambaInference(SambaModel):
         raise NotImplementedError("SambaInference cannot train; use SambaStack")
 
     def __getstate__(self):
-        weights = {name: _to_portable(weight) for name, weight in self._weights.items()}
-        return {"config": self.config, "weights": weights, "numeric_mode": self.numeric_mode}
+        return {
+            "config": self.config,
+            "mode": self._mode,
+            "weight_format": self.weight_format,
+            "weights": self._weights,
+        }
 
     def __setstate__(self, state):
-        self._load(state["config"], state["weights"].items(), MODE_NAMES.index(state["numeric_mode"]))
+        self._set_weights(state["config"], state["mode"], state["weight_format"], state["weights"])
 
     def __deepcopy__(self, memo):
         # Weights never change after construction, so a copy may share them.
         other = type(self).__new__(type(self))
-        other.weight_format, other._weights = self.weight_format, self._weights
-        other._bind(self.config, self._mode, self._weights)
-        other._decoder = self._decoder
+        other.__setstate__(self.__getstate__())
         return other
 
 
@@ -307,14 +312,3 @@ def _check_packed_finite(tensor, label):
 
 def _unpack(weight):
     return weight.copy() if isinstance(weight, np.ndarray) else weight.unpack()
-
-
-def _to_portable(weight):
-    """A weight as something that pickles: an array, or a packed weight of `mojolearn.lowbit`."""
-    if isinstance(weight, np.ndarray):
-        return weight
-    if weight.format == "float32":
-        return weight.unpack()
-    if weight.format == "bfloat16":
-        return lowbit.BF16Weight(weight.raw())
-    return lowbit.Int8Weight(*weight.raw())
