@@ -7,7 +7,7 @@ import numpy as np
 
 from mojolearn.errors import CheckpointError
 
-__all__ = ["MAX_DEPTH", "canonical", "check_plain", "nesting", "parse"]
+__all__ = ["MAX_DEPTH", "canonical", "check_plain", "nesting", "parse", "structure"]
 
 # Deeper than any header, far below the depth at which a parser's recursion could fail.
 MAX_DEPTH = 64
@@ -74,8 +74,8 @@ def check_plain(value, name, depth=0):
         raise TypeError(f"{name} must hold dicts, lists, strings, numbers, booleans and None, got {kind.__name__}")
 
 
-def nesting(text):
-    """How deep brackets nest in a JSON text, and how many brackets and commas it has outside of strings.
+def structure(text):
+    """The brackets and commas of a JSON text that stand outside of strings.
 
     Parameters
     ----------
@@ -83,18 +83,20 @@ def nesting(text):
 
     Returns
     -------
-    depth, marks : int
+    bytes
     """
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Outside of strings are the pieces before an odd number of quotation marks.
-    outside = b"".join(piece.translate(None, _NOT_STRUCTURE) for piece in text.split(b'"')[::2])
+    return b"".join(piece.translate(None, _NOT_STRUCTURE) for piece in text.split(b'"')[::2])
+
+
+def nesting(marks):
+    """How deep the brackets of a `structure` nest."""
     steps = np.zeros(256, np.int8)
     steps[list(b"[{")] = 1
     steps[list(b"]}")] = -1
-    codes = np.frombuffer(outside, np.uint8)
-    depth = int(np.cumsum(steps[codes], dtype=np.int64).max(initial=0))
-    return depth, len(outside)
+    return int(np.cumsum(steps[np.frombuffer(marks, np.uint8)], dtype=np.int32).max(initial=0))
 
 
 def parse(text, what, max_marks, exact_numbers=False):
@@ -122,11 +124,12 @@ def parse(text, what, max_marks, exact_numbers=False):
     """
     if not text.isascii():
         raise CheckpointError(f"{what} is not ASCII text")
-    depth, marks = nesting(text)
+    marks = structure(text)
+    if len(marks) > max_marks:
+        raise CheckpointError(f"{what} holds {len(marks)} brackets and commas, more than {max_marks}")
+    depth = nesting(marks)
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{what} is nested {depth} levels deep, more than {MAX_DEPTH}")
-    if marks > max_marks:
-        raise CheckpointError(f"{what} holds {marks} brackets and commas, more than {max_marks}")
 
     def unique(pairs):
         found = dict(pairs)

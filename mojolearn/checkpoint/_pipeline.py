@@ -2,6 +2,7 @@
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice, starmap
 
 __all__ = ["Pipeline"]
 
@@ -48,8 +49,13 @@ class Pipeline:
 
     def map(self, function, arguments):
         """Results of ``function(*args)`` for each args of an iterable, in order, worked on a few at a time."""
+        arguments = iter(arguments)
+        first = list(islice(arguments, 2))
+        if len(first) < 2:  # nothing to overlap
+            yield from starmap(function, first)
+            return
         pending = deque()
-        for args in arguments:
+        for args in chain(first, arguments):
             pending.append(self._workers.submit(function, *args))
             if len(pending) >= _AHEAD:
                 yield pending.popleft().result()
