@@ -384,9 +384,7 @@ FORWARD = [
         "",
     ),
     Refusal("step", "NaN in a mamba state", V, mutate(lambda s: put_nan(s.layers[0].h)), r"layers\[0\]"),
-    Refusal(
-        "step", "NaN in the used part of the cache", V, mutate(lambda s: put_nan(s.layers[1].k_cache)), r"layers\[1\]"
-    ),
+    Refusal("step", "NaN in the used part of the cache", V, mutate(lambda s: put_nan(s.layers[1].k_cache)), "finite"),
     Refusal(
         "forward",
         "more tokens than `max_tokens`",
@@ -880,7 +878,7 @@ ALL = [case for cases in SECTIONS.values() for case in cases]
 @pytest.mark.parametrize("case", ALL, ids=case_name)
 def test_refusal(case, world):
     before = world.digest()
-    with pytest.raises(case.error, match=case.text) as caught:
+    with pytest.raises(case.error, match=case.text or None) as caught:
         case.act(world)
     wanted = case.error if isinstance(case.error, tuple) else (case.error,)
     if case.error is V:

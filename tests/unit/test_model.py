@@ -178,9 +178,11 @@ def test_token_logprobs(lm):
 
 
 def test_ragged_padding_cannot_break_a_call(stack):
-    """An id whose embedding overflows the first block is harmless in the padding."""
+    """An id that overflows the first block is harmless in the padding."""
     weights = {name: value.copy() for name, value in stack.parameters().items()}
-    weights["embed.weight"][0] = 3e38
+    weights["embed.weight"][:, 0] = 0.0
+    weights["embed.weight"][0] = np.eye(32, dtype=np.float32)[0]
+    weights["layers.0.in_proj.weight"][:, 0] = 3e38
     model = SambaInference(CONFIG, weights)
     ids = np.where(IDS == 0, 1, IDS)
     with pytest.raises(NonFiniteError):
