@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     with progress(len(checks_for(checkpoint)), "verifying", "check") as bar:
         report = verify(checkpoint, on_check=lambda name: bar.update(1))
     lines = [
-        f"{'ok' if check['ok'] else 'FAILED':8}{check['name']:34}{check['detail']}" for check in report["checks"]
+        f"{'ok' if check['ok'] else 'FAILED':8}{check['name']:36}{check['detail']}" for check in report["checks"]
     ]
     lines.append(f"digest  {report['digest'] or 'none, since a check failed'}")
     emit(args, report, "\n".join(lines))

@@ -1,5 +1,6 @@
 """Training from the command line: files, metrics, resuming, interruption, settings, refusals."""
 
+import fcntl
 import json
 import math
 import os
@@ -7,7 +8,9 @@ import pty
 import re
 import select
 import signal
+import struct
 import subprocess
+import termios
 import time
 
 import numpy as np
@@ -110,6 +113,7 @@ def test_progress_is_for_terminals_only(text, tmp_path):
 def terminal_output(arguments):
     """What a command writes when its standard error is a terminal."""
     primary, secondary = pty.openpty()
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
     process = start(*arguments, stdout=subprocess.DEVNULL, stderr=secondary)
     os.close(secondary)
     chunks = []
