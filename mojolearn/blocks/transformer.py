@@ -309,9 +309,7 @@ class TransformerBlock(Block):
             normed, queries, context, residual, normed2 = workspace.empty((5, tokens, d_model))
             sumsq1, sumsq2 = workspace.empty((2, tokens))
 
-        layers.rms_norm_forward(
-            x, weights["input_layernorm.weight"], self.norm_eps, normed, sumsq1, False, threads
-        )
+        layers.rms_norm_forward(x, weights["input_layernorm.weight"], self.norm_eps, normed, sumsq1, False, threads)
         linalg.linear(normed, weights["q_proj.weight"], queries, threads, ctx.mode)
         linalg.linear(normed, weights["k_proj.weight"], new[:, :kv_columns], threads, ctx.mode)
         linalg.linear(normed, weights["v_proj.weight"], new[:, kv_columns:], threads, ctx.mode)
@@ -382,8 +380,9 @@ class TransformerBlock(Block):
         linalg.gemm_nn(dup, weights["up_proj.weight"], term, threads, ctx.mode)
         layers.add(dnormed, term, dnormed, threads)
         workspace.release(inner)
-        self._norm_backward(ctx, "post_attention_layernorm.weight", dnormed, tape["residual"], tape["sumsq2"], dy,
-                            dresidual, sink)
+        self._norm_backward(
+            ctx, "post_attention_layernorm.weight", dnormed, tape["residual"], tape["sumsq2"], dy, dresidual, sink
+        )
 
         # attention half
         dcontext, dqueries = workspace.empty((2, tokens, d_model))
