@@ -51,10 +51,12 @@ def replacing(path):
     try:
         mode = _existing_mode(folder, name, given)
         _remove_abandoned(folder)
-        file, temporary = _create_unnamed(folder, mode), None
+        file, temporary = _create_unnamed(folder), None
         if file is None:
-            file, temporary = _create_named(folder, mode)
+            file, temporary = _create_named(folder)
         try:
+            if mode is not None:
+                os.fchmod(file, mode)
             yield file
             os.fsync(file)
             if temporary is None:
@@ -85,7 +87,7 @@ def _existing_mode(folder, name, given):
     return stat.S_IMODE(found.st_mode)
 
 
-def _create_unnamed(folder, mode):
+def _create_unnamed(folder):
     """A file in the folder that has no name yet: its descriptor, or None where there is no such thing."""
     if not (hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd")):
         return None
@@ -97,10 +99,10 @@ def _create_unnamed(folder, mode):
         raise
     # Locked before it has a name, so that nobody can take it for abandoned.
     _lock(file)
-    return _with_mode(file, mode)
+    return file
 
 
-def _create_named(folder, mode):
+def _create_named(folder):
     """A new file in the folder under a temporary name: its descriptor and the name."""
     while True:
         temporary = _temporary_name()
@@ -110,15 +112,8 @@ def _create_named(folder, mode):
             continue
         # Another saver may have removed it as abandoned between its creation and its lock.
         if _lock(file) and os.fstat(file).st_nlink:
-            return _with_mode(file, mode), temporary
+            return file, temporary
         os.close(file)
-
-
-def _with_mode(file, mode):
-    if mode is not None:
-        with contextlib.suppress(PermissionError):  # a file system without modes
-            os.fchmod(file, mode)
-    return file
 
 
 def _give_name(file, folder, name, mode):

@@ -53,7 +53,8 @@ class HashingWriter:
         if self.position >= self._next_sync:
             self._next_sync = self.position + _WRITE_BACK
             self.settle()
-            self._syncing = self._pipeline.on_disk_thread(os.fdatasync, self._file)
+            sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
+            self._syncing = self._pipeline.on_disk_thread(sync, self._file)
 
     def settle(self):
         """Wait for the disk. An error that it reports is raised here, and only here: the system tells it once."""

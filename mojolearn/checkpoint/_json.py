@@ -158,6 +158,8 @@ def parse(text, what, max_marks, exact_numbers=False):
             raise CheckpointError(f"{what} holds the number {digits}, which should be written {value!r}")
         return value
 
+    # Given bytes, json.loads would guess another encoding where there are zeros.
+    text = text.decode("ascii")
     try:
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite, parse_int=integer)
     except (json.JSONDecodeError, RecursionError) as error:
