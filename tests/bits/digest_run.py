@@ -1,6 +1,6 @@
 """A training run and its logits as two digests; run in a process of its own with the environment to be tested.
 
-    python digest_run.py MODE ACCUMULATION_STEPS RESUME_AT
+python digest_run.py MODE STEPS ACCUMULATION_STEPS RESUME_AT
 """
 
 import hashlib
@@ -16,7 +16,6 @@ from mojolearn.inference import SambaInference
 from mojolearn.stack import SambaStack
 from mojolearn.training import Generator, WarmupCosineLR
 
-STEPS = 20
 CONFIG = SambaConfig(
     vocab=97, d_model=64, layers=("mamba3", "attention"), n_heads=4, n_kv_heads=2, intermediate=96, dropout=0.1
 )
@@ -29,17 +28,17 @@ def batch(step):
     return ids, targets
 
 
-def train(mode, accumulation_steps, resume_at):
+def train(mode, steps, accumulation_steps, resume_at):
     stack = SambaStack(
         CONFIG,
         generator=Generator(7),
-        lr_schedule=WarmupCosineLR(3e-3, 4, STEPS),
+        lr_schedule=WarmupCosineLR(3e-3, 4, steps),
         max_norm=1.0,
         accumulation_steps=accumulation_steps,
         numeric_mode=mode,
     )
     logs = []
-    for step in range(STEPS):
+    for step in range(steps):
         if step == resume_at:
             with tempfile.TemporaryDirectory() as folder:
                 path = os.path.join(folder, "checkpoint")
@@ -70,8 +69,8 @@ def logits(model):
 
 
 def main():
-    mode, accumulation_steps, resume_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    stack, trained = train(mode, accumulation_steps, resume_at)
+    mode, *numbers = sys.argv[1:]
+    stack, trained = train(mode, *map(int, numbers))
     served = SambaInference(CONFIG, stack.parameters(), numeric_mode=mode)
     print(json.dumps([trained, logits(stack), logits(served)]))
 
