@@ -9,6 +9,7 @@ from mojolearn._numerics import get_num_threads, mode_index
 from mojolearn.blocks.transformer import rope_table
 from mojolearn.config import SambaConfig
 from mojolearn.errors import CheckpointError, NonFiniteError
+from mojolearn.interop import SafetensorsReader
 from mojolearn.model import SambaModel, SambaState
 
 __all__ = ["SambaInference"]
@@ -132,34 +133,45 @@ class SambaInference(SambaModel):
         with checkpoint.WeightsReader(path) as reader:
             config = SambaConfig.from_dict(reader.config)
             mode = mode_index(numeric_mode or reader.numeric_mode)
-            model = cls.__new__(cls)
-            try:
-                model._load(config, _lowbit_tensors(reader), mode)
-            except CheckpointError:
-                raise
-            except (TypeError, ValueError) as error:
-                raise CheckpointError(f"{path}: {error}") from error
-        return model
+            return cls._from_tensors(path, config, _lowbit_tensors(reader), mode)
 
     @classmethod
-    def from_safetensors(cls, path, *, numeric_mode=None):
+    def from_safetensors(cls, path, config=None, *, numeric_mode=None):
         """Build from a safetensors file written by `mojolearn export` or by other software.
 
         Parameters
         ----------
         path : str or path-like
             The file; see `mojolearn.interop` for the names and metadata it must have.
+        config : SambaConfig or None, default None
+            For files whose metadata has no configuration. One that differs from the file's is refused.
         numeric_mode : {"identical", "deterministic", "fast"} or None, default None
             None uses the library default.
 
         Returns
         -------
         SambaInference
-        """
-        from mojolearn.interop import load_safetensors
 
-        config, weights = load_safetensors(path)
-        return cls(config, weights, numeric_mode=numeric_mode)
+        Raises
+        ------
+        CheckpointError
+            The file is damaged, or its tensors do not fit the configuration.
+        """
+        mode = mode_index(numeric_mode)
+        with SafetensorsReader(path, config) as reader:
+            return cls._from_tensors(path, reader.config, reader, mode)
+
+    @classmethod
+    def _from_tensors(cls, path, config, tensors, mode):
+        """A model from the (name, tensor) pairs of a file, which may find damage as late as its last tensor."""
+        model = cls.__new__(cls)
+        try:
+            model._load(config, tensors, mode)
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        return model
 
     def __repr__(self):
         return (
@@ -195,7 +207,8 @@ class SambaInference(SambaModel):
         -----
         Up to 8 rows go through the whole model in one compiled call, on what the state's Mamba-3 layers keep ready for
         the next token. That is rebuilt when the state's arrays have been replaced or, as a restored snapshot has, hold
-        other angles, tokens or first state rows than the last step left; set ``state.layers`` anew after any finer edit.
+        other angles, tokens or first state rows than the last step left. After any finer edit of the arrays set
+        ``state.layers`` anew.
         """
         if not isinstance(state, SambaState) or state.batch_size > decode.MAX_STEP_ROWS:
             return super().step(inputs, state)

@@ -10,8 +10,9 @@ import pytest
 from mojolearn import lowbit
 from mojolearn.blocks import Mamba3State, TransformerState
 from mojolearn.config import SambaConfig
-from mojolearn.errors import CapacityError, NonFiniteError
+from mojolearn.errors import CapacityError, CheckpointError, NonFiniteError
 from mojolearn.inference import SambaInference
+from mojolearn.interop import save_safetensors
 from mojolearn.model import SambaState
 from mojolearn.stack import SambaStack
 from mojolearn.training import Generator, cross_entropy
@@ -212,3 +213,24 @@ def test_two_threads_share_a_model(lm):
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("fmt", lowbit.FORMATS)
+def test_from_safetensors(stack, fmt, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    path = tmp_path / "weights.safetensors"
+    packed = lowbit.pack(stack.parameters(), fmt)
+    save_safetensors(path, CONFIG, packed.items(), fmt, packed=[n for n, v in packed.items() if lowbit.is_packed(v)])
+    model = SambaInference.from_safetensors(path)
+    assert model.weight_format == fmt
+    assert np.array_equal(model.forward(IDS), SambaInference(CONFIG, packed).forward(IDS))
+    # A file of other software: no metadata, so the configuration comes from the caller.
+    plain = dict(stack.parameters())
+    safetensors.save_file({name: np.ascontiguousarray(value) for name, value in plain.items()}, path)
+    with pytest.raises(CheckpointError, match="config"):
+        SambaInference.from_safetensors(path)
+    assert np.array_equal(SambaInference.from_safetensors(path, CONFIG).forward(IDS), stack.forward(IDS))
+    plain["norm_f.weight"] = np.full(32, np.nan, np.float32)
+    safetensors.save_file(plain, path)
+    with pytest.raises(CheckpointError, match=r"weights.safetensors.*norm_f.weight"):
+        SambaInference.from_safetensors(path, CONFIG)
