@@ -31,7 +31,7 @@ ODD_VALUES = [
 
 # Most memory that a reader may take beside what it had: far above what the small files need.
 MEMORY_BYTES = 1 << 30
-SECONDS_EACH = 10.0
+SECONDS_EACH = 60.0
 
 
 def weights(weight_format):

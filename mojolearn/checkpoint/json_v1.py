@@ -48,9 +48,8 @@ class JsonReader:
                 raise CheckpointError(f"{what} has {len(digits)} hexadecimal digits, an odd number")
             self._digits[name] = digits
 
-    def _read_payload(self):
-        file = self._file
-        text = bytes(file.take(file.size, "the text"))
+    def _read_text(self):
+        text = self._file.take(self._file.size, "the text")
         if not text.startswith(b"{"):
             raise CheckpointError("not a checkpoint: neither an archive nor JSON")
         # The digest is over the canonical form, so what that form would hide is checked on the text itself.
@@ -58,8 +57,11 @@ class JsonReader:
             raise CheckpointError("the text does not end with its closing bracket")
         if b"\\" in text:
             raise CheckpointError("the text holds a backslash, which this layout does not use")
-        envelope = parse(text, "the text", MARKS, exact_numbers=True)
-        del text
+        return text
+
+    def _read_payload(self):
+        # Handed over, not kept: the text takes as much memory as the values in it.
+        envelope = parse(self._read_text(), "the text", MARKS, exact_numbers=True)
         if set(envelope) != {"payload", "payload_sha256", "schema"}:
             raise CheckpointError("the text must be an object with the keys payload, payload_sha256, schema")
         if envelope["schema"] != SCHEMA:
