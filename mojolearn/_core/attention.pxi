@@ -389,41 +389,57 @@ cdef inline vf visible_score(const Attention* a, vf cell, Py_ssize_t first_query
     return score
 
 
+cdef inline vf weight_of(vf e, vf total, vf reciprocal) noexcept nogil:
+    """e / total, correctly rounded, for 0 <= e <= 1 <= total and ``reciprocal`` the rounded 1 / total.
+
+    Two corrections of e * reciprocal give the rounded quotient: the first brings it within one unit in the last
+    place, from where the second rounds right since its remainder is exact (Markstein 1990). That needs remainders
+    above the subnormals; smaller e take the division, which is slower on vectors."""
+    cdef vf quotient
+    if MOJO_ISA < 2 or vany(viand(vlt(e, vset(8.271806125530277e-25)), vgt(e, vzero()))):
+        return vdiv(e, total)
+    quotient = vmul(e, reciprocal)
+    quotient = vfma(vfma(vneg(total), quotient, e), reciprocal, quotient)
+    return vfma(vfma(vneg(total), quotient, e), reciprocal, quotient)
+
+
 # ---- forward ---------------------------------------------------------------------------------------------------------
 cdef void weigh_values(const Attention* a, const float* weights, const float* values, float* contexts,
-                       Py_ssize_t first, Py_ssize_t r, Py_ssize_t count, Py_ssize_t low, Py_ssize_t high) noexcept nogil:
-    """Continue the sums of values of CHAIN_ROWS queries from row r of the tile over the keys [low, high).
+                       Py_ssize_t first, Py_ssize_t count, Py_ssize_t low, Py_ssize_t high) noexcept nogil:
+    """Continue the sums of values of a tile's queries over the keys [low, high).
 
-    A sum ends at its own query: a +0 weight further on could still turn a sum that underflowed to -0 into +0. So the
-    rows run together only over the keys that all of them see. ``weights`` and ``values`` are those of position 0.
+    A sum ends at its own query: a +0 weight further on could still turn a sum that underflowed to -0 into +0. So
+    CHAIN_ROWS rows run together only over the keys that all of them see, and each alone over the others. ``weights``
+    and ``values`` are those of position 0.
     """
-    cdef Py_ssize_t width = a.width, lane, end = min(r + <Py_ssize_t> CHAIN_ROWS, count), d, from_key, to_key
-    cdef Py_ssize_t together_low = first_visible(a, first + r + CHAIN_ROWS - 1)
-    cdef Py_ssize_t together_high = max(together_low, first + r + 1)
-    for lane in range(r, end):
-        from_key = max(low, first_visible(a, first + lane))
-        to_key = min(high, min(together_low, first + lane + 1))
-        weigh_values_of_one(weights, values, contexts + lane * width, width, lane, from_key, to_key)
-    from_key = max(low, together_low)
-    to_key = min(high, together_high)
-    if from_key < to_key:
-        d = 0
-        while d < width:
-            chain_columns(weights + from_key * CHAIN_LANES + r, values + from_key * width + d, width,
-                          contexts + r * width + d, width, to_key - from_key)
-            d += CHAIN_LANES
-    for lane in range(r, end):
-        from_key = max(low, together_high)
-        to_key = min(high, first + lane + 1)
-        weigh_values_of_one(weights, values, contexts + lane * width, width, lane, from_key, to_key)
+    cdef Py_ssize_t width = a.width, d, r, lane, end, seen_low, seen_high, together_low, together_high
+    d = 0
+    while d < width:
+        r = 0
+        while r < count:
+            end = min(r + <Py_ssize_t> CHAIN_ROWS, count)
+            seen_low = first_visible(a, first + r + CHAIN_ROWS - 1)
+            seen_high = max(seen_low, first + r + 1)
+            for lane in range(r, end):
+                weigh_values_of_one(weights + lane, values + d, contexts + lane * width + d, width,
+                                    max(low, first_visible(a, first + lane)),
+                                    min(high, min(seen_low, first + lane + 1)))
+            together_low = max(low, seen_low)
+            together_high = min(high, seen_high)
+            if together_low < together_high:
+                chain_columns(weights + together_low * CHAIN_LANES + r, values + together_low * width + d, width,
+                              contexts + r * width + d, width, together_high - together_low)
+            for lane in range(r, end):
+                weigh_values_of_one(weights + lane, values + d, contexts + lane * width + d, width,
+                                    max(low, seen_high), min(high, first + lane + 1))
+            r += CHAIN_ROWS
+        d += CHAIN_LANES
 
 
 cdef inline void weigh_values_of_one(const float* weights, const float* values, float* context, Py_ssize_t width,
-                                     Py_ssize_t lane, Py_ssize_t low, Py_ssize_t high) noexcept nogil:
-    cdef Py_ssize_t d = 0
-    while low < high and d < width:
-        chain_column(weights + low * CHAIN_LANES + lane, values + low * width + d, width, context + d, high - low)
-        d += CHAIN_LANES
+                                     Py_ssize_t low, Py_ssize_t high) noexcept nogil:
+    if low < high:
+        chain_column(weights + low * CHAIN_LANES, values + low * width, width, context, high - low)
 
 
 cdef struct ForwardJob:
@@ -448,7 +464,7 @@ cdef void forward_tile(ForwardJob* job, Py_ssize_t b, Py_ssize_t h, Py_ssize_t t
     cdef float* weights = contexts + width * CHAIN_LANES
     cdef float* weight
     cdef Py_ssize_t j, i, r, block_end
-    cdef vf score, top0, top1, sum0, sum1, e
+    cdef vf score, top0, top1, sum0, sum1, reciprocal0, reciprocal1, e
     cdef bint edge
 
     pack_queries(queries, a.query_stride, count, hd, width, columns)
@@ -474,10 +490,10 @@ cdef void forward_tile(ForwardJob* job, Py_ssize_t b, Py_ssize_t h, Py_ssize_t t
     sum1 = vzero()
     weight = weights
     for j in range(low, high):
-        e = vexp(vsub(vload(weight), top0))
+        e = vexp_negative(vsub(vload(weight), top0))
         sum0 = vadd(sum0, e)
         vstore(weight, e)
-        e = vexp(vsub(vload(weight + vlanes), top1))
+        e = vexp_negative(vsub(vload(weight + vlanes), top1))
         sum1 = vadd(sum1, e)
         vstore(weight + vlanes, e)
         weight += CHAIN_LANES
@@ -489,20 +505,18 @@ cdef void forward_tile(ForwardJob* job, Py_ssize_t b, Py_ssize_t h, Py_ssize_t t
             vstoren(a.maxima + i + vlanes, top1, count - vlanes)
             vstoren(a.denominators + i + vlanes, sum1, count - vlanes)
     # weights and the weighted sums of values
+    reciprocal0 = vdiv(vset(1.0), sum0)
+    reciprocal1 = vdiv(vset(1.0), sum1)
     memset(contexts, 0, CHAIN_LANES * width * sizeof(float))
     j = low
     while j < high:
         block_end = min(j + <Py_ssize_t> KEY_BLOCK, high)
         weight = weights + (j - low) * CHAIN_LANES
         for i in range(j, block_end):
-            vstore(weight, vdiv(vload(weight), sum0))
-            vstore(weight + vlanes, vdiv(vload(weight + vlanes), sum1))
+            vstore(weight, weight_of(vload(weight), sum0, reciprocal0))
+            vstore(weight + vlanes, weight_of(vload(weight + vlanes), sum1, reciprocal1))
             weight += CHAIN_LANES
-        r = 0
-        while r < count:
-            weigh_values(a, weights - low * CHAIN_LANES, values - a.base * width, contexts, first, r, count, j,
-                         block_end)
-            r += CHAIN_ROWS
+        weigh_values(a, weights - low * CHAIN_LANES, values - a.base * width, contexts, first, count, j, block_end)
         j = block_end
     for r in range(count):
         store_head(contexts + r * width, job.out + (b * a.length + row + r) * job.out_stride + h * hd, hd)

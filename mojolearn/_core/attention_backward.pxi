@@ -161,12 +161,14 @@ cdef void backward_weights(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, P
     cdef vf total[2]
     cdef vf top[2]
     cdef vf denominator[2]
+    cdef vf reciprocal[2]
     cdef vf w
     cdef bint edge
     for i in range(2):
         lane = max(0, min(vlanes, count - i * vlanes))
         top[i] = vloadn(a.maxima + saved + i * vlanes, lane)
         denominator[i] = vloadn(a.denominators + saved + i * vlanes, lane)
+        reciprocal[i] = vdiv(vset(1.0), denominator[i])
         total[i] = vzero()
     j = low
     while j < high:
@@ -177,11 +179,11 @@ cdef void backward_weights(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, P
         edge = j + CHAIN_ROWS - 1 > row or (a.window and j < row + CHAIN_LANES - a.window)
         for i in range(j, min(j + CHAIN_ROWS, high)):
             w = visible_score(a, vload(weight), row, 0, i, edge)
-            w = vdiv(vexp(vsub(w, top[0])), denominator[0])
+            w = weight_of(vexp_negative(vsub(w, top[0])), denominator[0], reciprocal[0])
             total[0] = vfma(vload(product), w, total[0])
             vstore(weight, w)
             w = visible_score(a, vload(weight + vlanes), row, vlanes, i, edge)
-            w = vdiv(vexp(vsub(w, top[1])), denominator[1])
+            w = weight_of(vexp_negative(vsub(w, top[1])), denominator[1], reciprocal[1])
             total[1] = vfma(vload(product + vlanes), w, total[1])
             vstore(weight + vlanes, w)
             weight += CHAIN_LANES

@@ -203,7 +203,7 @@ cdef bint attend_token(const TokenAttention* t, float* scratch) noexcept nogil:
             largest = max(largest, vget(top, i))
         key = 0
         while key < keys:
-            vstore(weight + key, vexp(vsub(vload(weight + key), vset(largest))))
+            vstore(weight + key, vexp_negative(vsub(vload(weight + key), vset(largest))))
             key += vlanes
         total = 0.0
         for key in range(keys):

@@ -30,6 +30,22 @@ cdef inline vf vexp(vf x) noexcept nogil:
     return vselect(veq(x, x), y, x)
 
 
+cdef inline vf vexp_negative(vf x) noexcept nogil:
+    """exp for x <= 0, -inf and NaN included: the bits of ``vexp`` in fewer operations (softmax)."""
+    cdef vf z = vfloor(vfma(x, vbits(0x3FB8AA3B), vset(0.5)))
+    cdef vf r = vfma(z, vbits(0xBF318000), x)
+    r = vfma(z, vbits(0x395E8083), r)
+    cdef vf q = vfma(vbits(0x39506967), r, vbits(0x3AB743CE))
+    q = vfma(q, r, vbits(0x3C088908))
+    q = vfma(q, r, vbits(0x3D2AA9C1))
+    q = vfma(q, r, vbits(0x3E2AAAAA))
+    q = vfma(q, r, vbits(0x3F000000))
+    cdef vf y = vadd(vfma(q, vmul(r, r), r), vset(1.0))
+    # times 2^k on the exponent bits. Far below the range k and y are junk, and are thrown away
+    y = vasfloat(viadd(vasint(y), vishl(vtoint(z), 23)))
+    return vselect(vior(vlt(x, vbits(0xC2AEAC50)), vlt(y, vbits(0x00800000))), vzero(), y)
+
+
 cdef inline vf _log_core(vf t, vf e) noexcept nogil:
     cdef vf z = vmul(t, t)
     cdef vf p = vfma(vbits(0x3D9021BB), t, vbits(0xBDEBD1B8))
