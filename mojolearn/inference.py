@@ -4,7 +4,7 @@ import numpy as np
 
 from mojolearn import checkpoint, lowbit
 from mojolearn._arrays import as_float32, describe
-from mojolearn._core import decode, linalg
+from mojolearn._core import decode, layers, linalg
 from mojolearn._numerics import get_num_threads, mode_index
 from mojolearn.blocks.transformer import rope_table
 from mojolearn.config import SambaConfig
@@ -299,7 +299,9 @@ def _some(names):
 
 def _pack(tensor, label, shape, panels):
     if not lowbit.is_packed(tensor):
-        array = as_float32(tensor, label, shape, finite=True)
+        array = as_float32(tensor, label, shape)
+        if not layers.all_finite(array, get_num_threads()):
+            as_float32(array, label, finite=True)  # names the place
         return linalg.PackedWeight.from_float32(array) if panels else np.array(array, order="C")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{label} must have shape {shape}, got {tuple(tensor.shape)}")
