@@ -105,3 +105,14 @@ def test_head_in_tiles(name, rows, monkeypatch):
     want = model.token_logprobs(tokens)
     monkeypatch.setattr("mojolearn.model.HEAD_BYTES", rows * 97 * 4)
     assert_same_bits(model.token_logprobs(tokens), want, "log-probabilities")
+
+
+@models
+@modes
+@pytest.mark.parametrize("shape", [(1, 300), (3, 130), (2, 129)])
+def test_segments_of_a_long_batch(name, mode, shape, monkeypatch):
+    model, tokens = inference(name, mode), ids(*shape)
+    want = model.forward(tokens)
+    monkeypatch.setattr("mojolearn.model.SEGMENT_TOKENS", 64)
+    assert_same_bits(model.forward(tokens), want, "segments")
+    assert_same_bits(model.forward(tokens, last_only=True), want[:, -1], "last of the segments")
