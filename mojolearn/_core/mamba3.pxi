@@ -1,7 +1,6 @@
 """Kernels of the Mamba-3 block (numerics, forward 5 and training 4.2).
 
 Arrays are passed flat; their shapes stand in the comments of the job structures. ``threads`` never moves a bit.
-Mode 2 (fast) flushes results too, which may differ in the last bit around the smallest normal number.
 """
 include "mamba3_tiles.pxi"
 include "mamba3_forward.pxi"
@@ -60,7 +59,7 @@ def mix_scratch_size():
 def prepare(const float[::1] proj, const float[::1] dt_bias, const float[::1] B_norm, const float[::1] C_norm,
             tuple state, float[::1] B, float[::1] C, float[::1] rate, float[::1] B_rstd, float[::1] C_rstd,
             float[::1] dt, float[::1] sig, float[::1] adt, float[:, ::1] scratch,
-            Py_ssize_t batch, Py_ssize_t length, Py_ssize_t buffered, int threads, int mode=0):
+            Py_ssize_t batch, Py_ssize_t length, Py_ssize_t buffered, int threads):
     """B and C norms, angle rates and per-head scalars of every new token."""
     cdef PrepareJob job
     job.shape = make_shape(batch, length, dt_bias.shape[0], buffered)
@@ -79,7 +78,6 @@ def prepare(const float[::1] proj, const float[::1] dt_bias, const float[::1] B_
     job.adt = &adt[0]
     job.scratch = &scratch[0, 0]
     job.scratch_size = scratch.shape[1]
-    job.fast = mode == 2
     job.counter = 0
     with nogil:
         parallel_run(prepare_job, &job, threads)
@@ -88,11 +86,11 @@ def prepare(const float[::1] proj, const float[::1] dt_bias, const float[::1] B_
 def mix(const float[::1] proj, const float[::1] B, const float[::1] C, const float[::1] rate, const float[::1] dt,
         const float[::1] sig, const float[::1] adt, const float[::1] B_bias, const float[::1] C_bias,
         const float[::1] D, tuple state, float[::1] gate, tuple new, tuple reports, tuple tape, float[:, ::1] scratch,
-        Py_ssize_t batch, Py_ssize_t length, Py_ssize_t buffered, int threads, int mode=0):
+        Py_ssize_t batch, Py_ssize_t length, Py_ssize_t buffered, int threads):
     """The recurrence over chunks, skip connection and gate.
 
     ``state`` as for `prepare`; ``new`` (theta, h or None, qrot, krot, v, dt, sig, adt), ``reports`` (h, k, v) and
-    ``tape`` (qrot, ks, h, cos, sin, skip) are None where they are not wanted.
+    ``tape`` (h, cos, sin, skip) are None where they are not wanted.
     """
     cdef MixJob job
     memset(&job, 0, sizeof(MixJob))
@@ -123,14 +121,11 @@ def mix(const float[::1] proj, const float[::1] B, const float[::1] C, const flo
         job.k_last = target(reports[1])
         job.v_last = target(reports[2])
     if tape is not None:
-        job.tape_qrot = target(tape[0])
-        job.tape_ks = target(tape[1])
-        job.tape_h = target(tape[2])
-        job.tape_cos = target(tape[3])
-        job.tape_sin = target(tape[4])
-        job.skip = target(tape[5])
+        job.tape_h = target(tape[0])
+        job.tape_cos = target(tape[1])
+        job.tape_sin = target(tape[2])
+        job.skip = target(tape[3])
     job.scratch = &scratch[0, 0]
-    job.fast = mode == 2
     job.counter = 0
     with nogil:
         parallel_run(mix_job, &job, threads)
@@ -138,10 +133,9 @@ def mix(const float[::1] proj, const float[::1] B, const float[::1] C, const flo
 
 def backward_scratch(Py_ssize_t chunks, bint exact_order):
     """Floats of scratch that one thread of `backward` needs."""
-    cdef Py_ssize_t size = CHUNK_SCRATCH
-    if exact_order and chunks > 1 and (3 * TALL + SQUARE + CHUNK) * STATE_LANES + 3 * CHUNK > size:
-        size = (3 * TALL + SQUARE + CHUNK) * STATE_LANES + 3 * CHUNK
-    return size
+    if not exact_order:
+        return HEAD_SCRATCH
+    return max(<Py_ssize_t> CHUNK_SCRATCH, <Py_ssize_t> STATE_SUMS_SCRATCH if chunks > 1 else 0)
 
 
 def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const float[::1] rate, tuple rstd, tuple scalars,
@@ -149,7 +143,7 @@ def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const 
              Py_ssize_t batch, Py_ssize_t length, int threads, int mode=0):
     """Gradients of the projection and of the small weights' rows.
 
-    ``panels`` (B, C), ``rate``, ``rstd`` (B, C), ``scalars`` (dt, sig, adt) and ``kept`` (qrot, ks, h, cos, sin, skip) come
+    ``panels`` (B, C), ``rate``, ``rstd`` (B, C), ``scalars`` (dt, sig, adt) and ``kept`` (h, cos, sin, skip) come
     from the forward; ``weights`` (dt_bias, B_norm, C_norm, B_bias, C_bias, D); ``rows`` receives (D, B_bias, C_bias, B_norm,
     C_norm); ``between`` is scratch (dy, dh, state sums, four planes, dtheta, its totals).
     """
@@ -164,8 +158,7 @@ def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const 
     job.rate = source(rate)
     job.B_rstd, job.C_rstd = source(rstd[0]), source(rstd[1])
     job.dt, job.sig, job.adt = source(scalars[0]), source(scalars[1]), source(scalars[2])
-    job.qrot, job.ks, job.h = source(kept[0]), source(kept[1]), source(kept[2])
-    job.cosine, job.sine, job.skip = source(kept[3]), source(kept[4]), source(kept[5])
+    job.h, job.cosine, job.sine, job.skip = source(kept[0]), source(kept[1]), source(kept[2]), source(kept[3])
     job.dt_bias, job.B_norm, job.C_norm = source(weights[0]), source(weights[1]), source(weights[2])
     job.B_bias, job.C_bias, job.D = source(weights[3]), source(weights[4]), source(weights[5])
     job.pack = target(pack)
@@ -177,14 +170,16 @@ def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const 
     job.scratch = &scratch[0, 0]
     job.scratch_size = scratch.shape[1]
     job.exact_order = mode == 0
-    job.fast = mode == 2
     with nogil:
-        parallel_run(adjoint_job, &job, threads)
-        if job.exact_order and job.shape.chunks > 1:
+        if job.exact_order:
+            parallel_run(adjoint_job, &job, threads)
+            if job.shape.chunks > 1:
+                job.counter = 0
+                parallel_run(state_sums_job, &job, threads)
             job.counter = 0
-            parallel_run(state_sums_job, &job, threads)
-        job.counter = 0
-        parallel_run(chunk_job, &job, threads)
+            parallel_run(chunk_job, &job, threads)
+        else:
+            parallel_run(head_job, &job, threads)
         job.counter = 0
         parallel_run(angle_job, &job, threads)
         job.counter = 0

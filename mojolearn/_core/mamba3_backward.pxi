@@ -7,7 +7,8 @@
 #   angle        (row, chunk)        angles and dt, summed over heads [12, 13]
 #   norm         tokens              B and C norms [14]
 # The chains of steps 4, 5 and 7 belong to the profile of mode identical. The other modes take matrix products instead:
-# chains over the chunk's rows, channels or state rows, the same for every thread count and instruction set.
+# chains over the chunk's rows, channels or state rows, the same for every thread count and instruction set. They walk
+# the chunks of a (row, head) once, with the adjoint in scratch, in place of the first three phases.
 
 cdef struct BackwardJob:
     Shape shape
@@ -21,8 +22,6 @@ cdef struct BackwardJob:
     const float* dt
     const float* sig
     const float* adt
-    const float* qrot
-    const float* ks
     const float* h
     const float* cosine
     const float* sine
@@ -43,7 +42,7 @@ cdef struct BackwardJob:
     float* dB_norm               # (B * L, 128)
     float* dC_norm
     # between the phases; item = (row * heads + head) * chunks + chunk
-    float* dy                    # (items, 64, 64)
+    float* dy                    # (items, 64, 64), exact order only, like the next two
     float* dh                    # (items, 128, 64): adjoint of the state that leaves the chunk, not for the last chunk
     float* state_sum             # (items)
     float* dscale                # planes (B, H, plane)
@@ -55,7 +54,6 @@ cdef struct BackwardJob:
     float* scratch
     Py_ssize_t scratch_size
     bint exact_order             # the profile's orders
-    bint fast
     Py_ssize_t counter
 
 
@@ -88,52 +86,66 @@ cdef void gate_backward(BackwardJob* job, Py_ssize_t row, Py_ssize_t head, Py_ss
     memset(dy + real * HEAD, 0, (CHUNK - real) * HEAD * sizeof(float))
 
 
-cdef void adjoint_head(BackwardJob* job, Py_ssize_t row, Py_ssize_t head, float* scratch) noexcept nogil:
+cdef void decayed_queries(const float* C, const float* C_bias, const float* cosine, const float* sine, const float* by,
+                          float* out) noexcept nogil:
+    """Rotated queries (128, 64), every token times ``by``."""
+    cdef Py_ssize_t n, t = 0
+    cdef vf q0, q1, c, s, factor
+    while t < CHUNK:
+        factor = vload(by + t)
+        for n in range(ANGLES):
+            q0 = vadd(vload(C + 2 * n * CHUNK + t), vset(C_bias[2 * n]))
+            q1 = vadd(vload(C + (2 * n + 1) * CHUNK + t), vset(C_bias[2 * n + 1]))
+            c = vload(cosine + n * CHUNK + t)
+            s = vload(sine + n * CHUNK + t)
+            vstore(out + 2 * n * CHUNK + t, vmul(vsub(vmul(q0, c), vmul(q1, s)), factor))
+            vstore(out + (2 * n + 1) * CHUNK + t, vmul(vadd(vmul(q0, s), vmul(q1, c)), factor))
+        for n in range(2 * ANGLES, STATE):
+            vstore(out + n * CHUNK + t, vmul(vadd(vload(C + n * CHUNK + t), vset(C_bias[n])), factor))
+        t += vlanes
+
+
+cdef enum:
+    ADJOINT_SCRATCH = 2 * TALL + 3 * CHUNK
+
+
+cdef void adjoint_chunk(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, const float* dy, const float* carry,
+                        float* out, float* scratch) noexcept nogil:
+    """Adjoint of the state that enters a chunk: its own reads, and ``carry``, the adjoint of the state that leaves it,
+    through the decay; ``carry`` is NULL for the last chunk, and may be ``out``."""
     cdef Shape* shape = &job.shape
-    cdef Py_ssize_t line = row * shape.heads + head, chunk, item, real, n, t
+    cdef Py_ssize_t item = line * shape.chunks + chunk, head = line % shape.heads, n = 0
+    cdef Py_ssize_t real = real_tokens(shape, chunk)
     cdef float* q = scratch
     cdef float* direct = scratch + TALL
     cdef float* total = scratch + 2 * TALL
-    cdef float* from_start = total + CHUNK
-    cdef float* to_end = total + 2 * CHUNK
-    cdef const float* carry
-    cdef float* out
-    cdef vf decay
-    for chunk in range(shape.chunks - 1, -1, -1):
-        item = line * shape.chunks + chunk
-        gate_backward(job, row, head, chunk, job.dy + item * SQUARE)
-        if chunk == 0:
-            return
-        real = real_tokens(shape, chunk)
-        running_decay(job.adt + line * shape.plane + chunk * CHUNK, real, total, from_start, to_end)
-        for n in range(STATE):
-            t = 0
-            while t < CHUNK:
-                vstore(q + n * CHUNK + t, vmul(vload(job.qrot + item * TALL + n * CHUNK + t), vload(from_start + t)))
-                t += vlanes
-        product_nn(q, job.dy + item * SQUARE, STATE, real, direct)
-        decay = vset(sexp(sflush(total[CHUNK - 1])))
-        out = job.dh + (item - 1) * TALL
-        carry = job.dh + item * TALL
-        n = 0
-        while n < TALL:
-            if chunk == shape.chunks - 1:
-                vstore(out + n, vadd(vload(direct + n), vzero()))
-            else:
-                vstore(out + n, vadd(vload(direct + n), vmul(vload(carry + n), decay)))
-            n += vlanes
+    cdef vf decay, x
+    running_decay(job.adt + line * shape.plane + chunk * CHUNK, real, total, total + CHUNK, total + 2 * CHUNK)
+    decayed_queries(job.C + (line // shape.heads * shape.chunks + chunk) * TALL, job.C_bias + head * STATE,
+                    job.cosine + item * (TALL // 4), job.sine + item * (TALL // 4), total + CHUNK, q)
+    product_nn(q, dy, STATE, real, direct)
+    decay = vset(sexp(total[CHUNK - 1]))
+    while n < TALL:
+        x = vzero() if carry == NULL else vmul(vload(carry + n), decay)
+        vstore(out + n, vadd(vload(direct + n), x))
+        n += vlanes
 
 
 cdef void adjoint_job(void* arg, int thread) noexcept nogil:
     cdef BackwardJob* job = <BackwardJob*> arg
-    cdef Py_ssize_t unit
-    if job.fast:
-        fp_fast()
+    cdef Shape* shape = &job.shape
+    cdef Py_ssize_t line, chunk, item
     while True:
-        unit = next_unit(&job.counter)
-        if unit >= job.shape.batch * job.shape.heads:
+        line = next_unit(&job.counter)
+        if line >= shape.batch * shape.heads:
             return
-        adjoint_head(job, unit // job.shape.heads, unit % job.shape.heads, job.scratch + thread * job.scratch_size)
+        for chunk in range(shape.chunks - 1, -1, -1):
+            item = line * shape.chunks + chunk
+            gate_backward(job, line // shape.heads, line % shape.heads, chunk, job.dy + item * SQUARE)
+            if chunk:
+                adjoint_chunk(job, line, chunk, job.dy + item * SQUARE,
+                              NULL if chunk == shape.chunks - 1 else job.dh + item * TALL, job.dh + (item - 1) * TALL,
+                              job.scratch + thread * job.scratch_size)
 
 
 # ---- the serial sums over a chunk's state ----------------------------------------------------------------------------------
@@ -152,11 +164,15 @@ cdef inline void gather_lanes(const float** rows, Py_ssize_t lanes, Py_ssize_t a
         lane += vlanes
 
 
+cdef enum:
+    STATE_SUMS_SCRATCH = (4 * TALL + SQUARE + CHUNK) * STATE_LANES + 2 * TALL + 6 * CHUNK
+
+
 cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count, float* scratch) noexcept nogil:
     """The chains of STATE_LANES chunks side by side: sum over j, p, n of dh (v_j ks_j) to_end_j, then over p, n of
     dh (h exp(total)), in that order. Lanes beyond ``count`` repeat the first chunk and are thrown away."""
     cdef Shape* shape = &job.shape
-    cdef Py_ssize_t per_line = shape.chunks - 1, lane, unit, item, line, chunk, token, j, p, n, g
+    cdef Py_ssize_t per_line = shape.chunks - 1, lane, unit, item, line, chunk, head, panel, token, j, p, n
     cdef const float* dh[STATE_LANES]
     cdef const float* h[STATE_LANES]
     cdef const float* ks[STATE_LANES]
@@ -164,11 +180,16 @@ cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count,
     cdef float* dh_lanes = scratch                               # (p, n, lane)
     cdef float* h_lanes = dh_lanes + TALL * STATE_LANES          # (p, n, lane)
     cdef float* ks_lanes = h_lanes + TALL * STATE_LANES          # (j, n, lane)
-    cdef float* v_lanes = ks_lanes + TALL * STATE_LANES          # (j, p, lane)
+    cdef float* ks_chunks = ks_lanes + TALL * STATE_LANES        # (lane, n, j)
+    cdef float* v_lanes = ks_chunks + TALL * STATE_LANES         # (j, p, lane)
     cdef float* end_lanes = v_lanes + SQUARE * STATE_LANES       # (j, lane)
-    cdef float* total = end_lanes + CHUNK * STATE_LANES
+    cdef float* unused = end_lanes + CHUNK * STATE_LANES
+    cdef float* total = unused + 2 * TALL
     cdef float* from_start = total + CHUNK
     cdef float* to_end = total + 2 * CHUNK
+    cdef float* gamma = total + 3 * CHUNK
+    cdef float* scale = total + 4 * CHUNK
+    cdef float* diagonal = total + 5 * CHUNK
     cdef float last[STATE_LANES]
     cdef vf acc0 = vzero(), acc1 = vzero(), v0, v1, end0, end1
     cdef const float* x
@@ -177,28 +198,31 @@ cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count,
         unit = first + (lane if lane < count else 0)
         line = unit // per_line
         chunk = unit % per_line
+        head = line % shape.heads
         item = line * shape.chunks + chunk
+        panel = (line // shape.heads * shape.chunks + chunk) * TALL
         token = line // shape.heads * shape.length + chunk * CHUNK
         dh[lane] = job.dh + item * TALL
         h[lane] = job.h + item * TALL
-        ks[lane] = job.ks + item * TALL
-        v[lane] = job.proj + token * shape.width + shape.inner + line % shape.heads * HEAD
+        ks[lane] = ks_chunks + lane * TALL
+        v[lane] = job.proj + token * shape.width + shape.inner + head * HEAD
         running_decay(job.adt + line * shape.plane + chunk * CHUNK, CHUNK, total, from_start, to_end)
+        key_scales(job.dt + line * shape.plane + chunk * CHUNK, job.sig + line * shape.plane + chunk * CHUNK, gamma, scale)
+        rotate_chunk(job.B + panel, job.C + panel, job.B_bias + head * STATE, job.C_bias + head * STATE,
+                     job.cosine + item * (TALL // 4), job.sine + item * (TALL // 4), scale, 0, CHUNK, unused,
+                     unused + TALL, ks_chunks + lane * TALL, diagonal)
         for j in range(CHUNK):
             end_lanes[j * STATE_LANES + lane] = to_end[j]
         last[lane] = from_start[CHUNK - 1]
-    for n in range(STATE):
-        p = 0
-        while p < HEAD:
+    p = 0
+    while p < HEAD:
+        for n in range(STATE):
             gather_lanes(dh, STATE_LANES, n * HEAD + p, dh_lanes + (p * STATE + n) * STATE_LANES, STATE * STATE_LANES)
             gather_lanes(h, STATE_LANES, n * HEAD + p, h_lanes + (p * STATE + n) * STATE_LANES, STATE * STATE_LANES)
             gather_lanes(ks, STATE_LANES, n * CHUNK + p, ks_lanes + (p * STATE + n) * STATE_LANES, STATE * STATE_LANES)
-            p += vlanes
-    for j in range(CHUNK):
-        p = 0
-        while p < HEAD:
+        for j in range(CHUNK):
             gather_lanes(v, STATE_LANES, j * shape.width + p, v_lanes + (j * HEAD + p) * STATE_LANES, STATE_LANES)
-            p += vlanes
+        p += vlanes
     for j in range(CHUNK):
         end0 = vload(end_lanes + j * STATE_LANES)
         end1 = vload(end_lanes + j * STATE_LANES + vlanes)
@@ -242,6 +266,9 @@ cdef void state_sums_job(void* arg, int thread) noexcept nogil:
 # ---- one chunk of one head -----------------------------------------------------------------------------------------------------
 
 cdef struct ChunkScratch:
+    float* qrot                  # [n][i]
+    float* krot
+    float* ks
     float* ks_rows               # [j][n]
     float* q_rows                # [i][n]
     float* decayed               # one row's factors, [j][n]
@@ -264,10 +291,13 @@ cdef struct ChunkScratch:
 
 
 cdef enum:
-    CHUNK_SCRATCH = 7 * TALL + 11 * SQUARE + TALL // 4 + 24 * CHUNK
+    CHUNK_SCRATCH = 10 * TALL + 11 * SQUARE + TALL // 4 + 12 * CHUNK
 
 
 cdef void chunk_scratch(float* memory, ChunkScratch* s) noexcept nogil:
+    s.qrot = take(&memory, TALL)
+    s.krot = take(&memory, TALL)
+    s.ks = take(&memory, TALL)
     s.ks_rows = take(&memory, TALL)
     s.q_rows = take(&memory, TALL)
     s.decayed = take(&memory, TALL)
@@ -286,7 +316,7 @@ cdef void chunk_scratch(float* memory, ChunkScratch* s) noexcept nogil:
     s.pairs = take(&memory, SQUARE)
     s.pairs_turned = take(&memory, SQUARE)
     s.dtheta = take(&memory, TALL // 4)
-    s.at = take(&memory, 24 * CHUNK)
+    s.at = take(&memory, 12 * CHUNK)
 
 
 cdef void scale_rows(const float* x, const float* by, Py_ssize_t by_step, Py_ssize_t first, Py_ssize_t last,
@@ -434,12 +464,11 @@ cdef float state_product(const float* dh, const float* h) noexcept nogil:
     return sums[0]
 
 
-cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, const float* qrot, const float* ks,
-                             float* dadt) noexcept nogil:
+cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, float* dadt) noexcept nogil:
     """Steps 4 and 5 in the profile's order: s.dq, s.dk, and the decay's part of dadt."""
     cdef Py_ssize_t i
-    transpose(ks, CHUNK, STATE, CHUNK, s.ks_rows, STATE)
-    transpose(qrot, CHUNK, STATE, CHUNK, s.q_rows, STATE)
+    transpose(s.ks, CHUNK, STATE, CHUNK, s.ks_rows, STATE)
+    transpose(s.qrot, CHUNK, STATE, CHUNK, s.q_rows, STATE)
     for i in range(real):
         scale_rows(s.ks_rows, s.decay + i * CHUNK, 1, 0, i, s.decayed)
         query_chain(s.decayed, i, s.v_turned, dy + i * HEAD, s.rows + i * STATE)
@@ -452,15 +481,14 @@ cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, 
     decay_chains(s.pairs, s.decay, real, dadt)
 
 
-cdef void intra_chunk_products(Py_ssize_t real, ChunkScratch* s, const float* qrot, const float* ks,
-                               float* dadt) noexcept nogil:
+cdef void intra_chunk_products(Py_ssize_t real, ChunkScratch* s, float* dadt) noexcept nogil:
     """The same gradients as matrix products: with P = (dy v^T) decay below the diagonal, dq = P ks and dk = P^T q."""
     cdef Py_ssize_t n
     product_tn_lower(s.dy_turned, s.v_turned, 0, real, HEAD, s.pairs)
     mask_scores(s.pairs, s.decay, 0, real, s.pairs)
     transpose(s.pairs, CHUNK, CHUNK, CHUNK, s.pairs_turned, CHUNK)
-    product_nn(ks, s.pairs_turned, STATE, real, s.dq)
-    product_nn(qrot, s.pairs, STATE, real, s.dk)
+    product_nn(s.ks, s.pairs_turned, STATE, real, s.dq)
+    product_nn(s.qrot, s.pairs, STATE, real, s.dk)
     n = 0
     while n < real * CHUNK:
         vstore(s.pairs + n, vselect(veq(vload(s.pairs + n), vzero()), vzero(),
@@ -469,7 +497,9 @@ cdef void intra_chunk_products(Py_ssize_t real, ChunkScratch* s, const float* qr
     decay_sums(s.pairs, real, s.rows, dadt)
 
 
-cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, ChunkScratch* s) noexcept nogil:
+cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, const float* dy, const float* dh,
+                         ChunkScratch* s) noexcept nogil:
+    """Gradients of one chunk from those of its skip sum, ``dy``, and of the state that leaves it, ``dh``."""
     cdef Shape* shape = &job.shape
     cdef Py_ssize_t row = line // shape.heads, head = line % shape.heads
     cdef Py_ssize_t item = line * shape.chunks + chunk, real = real_tokens(shape, chunk)
@@ -479,10 +509,6 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, Ch
     cdef const float* dt = job.dt + plane
     cdef const float* sig = job.sig + plane
     cdef const float* adt = job.adt + plane
-    cdef const float* qrot = job.qrot + item * TALL
-    cdef const float* ks = job.ks + item * TALL
-    cdef const float* dy = job.dy + item * SQUARE
-    cdef const float* dh = job.dh + item * TALL
     cdef const float* B = job.B + panel
     cdef const float* C = job.C + panel
     cdef const float* B_bias = job.B_bias + head * STATE
@@ -497,8 +523,10 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, Ch
     cdef float* recall = s.at + 7 * CHUNK
     cdef float* raw = s.at + 8 * CHUNK
     cdef float* skip_by = s.at + 9 * CHUNK       # D + gamma q.k
-    cdef vf x, q0, q1, k0, k1, cosine, sine, acc, dot, gate, gamma, beta, scale, one = vset(1.0), step, rate
-    cdef vf dq0, dq1, dk0, dk1, r0, r1, angle, dscale, g0, g1
+    cdef float* gamma = s.at + 10 * CHUNK
+    cdef float* scale = s.at + 11 * CHUNK
+    cdef vf x, q0, q1, k0, k1, cosine, sine, acc, gate, one = vset(1.0), step, rate, by
+    cdef vf dq0, dk0, r0, r1, angle, dscale, g0, g1
     cdef float carry = 0.0
 
     for i in range(real):
@@ -508,7 +536,10 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, Ch
     transpose(dy, HEAD, CHUNK, HEAD, s.dy_turned, CHUNK)
     running_decay(adt, real, total, from_start, to_end)
     decay_matrix(adt, 0, real, s.decay)
-    product_tn_lower(qrot, ks, 0, real, STATE, s.scores)
+    key_scales(dt, sig, gamma, scale)
+    rotate_chunk(B, C, B_bias, C_bias, job.cosine + item * (TALL // 4), job.sine + item * (TALL // 4), scale, 0, real,
+                 s.qrot, s.krot, s.ks, skip_by)
+    product_tn_lower(s.qrot, s.ks, 0, real, STATE, s.scores)
     mask_scores(s.scores, s.decay, 0, real, s.weights)
 
     # [2, 3] skip connection and diagonal q.k
@@ -517,16 +548,13 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, Ch
         acc = vzero()
         for p in range(HEAD):
             acc = vfma(vload(s.dy_turned + p * CHUNK + t), vload(s.v_turned + p * CHUNK + t), acc)
-        dot = vzero()
-        for n in range(STATE):
-            dot = vfma(vadd(vload(C + n * CHUNK + t), vset(C_bias[n])), vadd(vload(B + n * CHUNK + t), vset(B_bias[n])), dot)
         gate = vload(sig + t)
         step = vload(dt + t)
-        gamma = vmul(step, gate)
+        x = vload(skip_by + t)
         vstore(through + t, acc)
-        vstore(common + t, vmul(acc, gamma))
-        vstore(skip_by + t, vadd(vset(job.D[head]), vmul(dot, gamma)))
-        x = vmul(acc, dot)
+        vstore(common + t, vmul(acc, vload(gamma + t)))
+        vstore(skip_by + t, vadd(vset(job.D[head]), vmul(x, vload(gamma + t))))
+        x = vmul(acc, x)
         vstore(job.ddt + plane + t, vmul(x, gate))
         vstore(job.dtrap + plane + t, vmul(vmul(vmul(x, step), gate), vsub(one, gate)))
         t += vlanes
@@ -535,9 +563,9 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, Ch
 
     # [4, 5] inside the chunk
     if job.exact_order:
-        intra_chunk_chains(dy, real, s, qrot, ks, dadt)
+        intra_chunk_chains(dy, real, s, dadt)
     else:
-        intra_chunk_products(real, s, qrot, ks, dadt)
+        intra_chunk_products(real, s, dadt)
     product_tn_upper(s.weights, dy, real, s.dv)
 
     # [7] through the state that enters the chunk, and into the one that leaves it
@@ -547,14 +575,14 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, Ch
         memset(s.dv_state, 0, SQUARE * sizeof(float))
     else:
         product_nn(dh, s.v_turned, STATE, HEAD, s.rows)
-        product_tn(dh, ks, 0, HEAD, STATE, s.dv_state)
+        product_tn(dh, s.ks, 0, HEAD, STATE, s.dv_state)
     t = 0
     while t < CHUNK:
         x = vload(from_start + t)
         acc = vzero()
         for n in range(STATE):
             q0 = vload(s.read + n * CHUNK + t)
-            acc = vfma(vload(qrot + n * CHUNK + t), q0, acc)
+            acc = vfma(vload(s.qrot + n * CHUNK + t), q0, acc)
             vstore(s.dq + n * CHUNK + t, vadd(vload(s.dq + n * CHUNK + t), vmul(q0, x)))
         vstore(dread + t, vmul(acc, x))
         x = vload(to_end + t)
@@ -587,43 +615,37 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, Ch
     # [9] scale of k, rotation; the joined gradients of the biased rows take the place of dq and dk
     t = 0
     while t < CHUNK:
-        gamma = vmul(vload(dt + t), vload(sig + t))
-        beta = vmul(vload(dt + t + 1), vsub(one, vload(sig + t + 1)))
-        scale = vadd(gamma, beta)
+        by = vload(scale + t)
         x = vload(common + t)
         dscale = vzero()
         n = 0
         while n < STATE:
-            q0 = vadd(vload(C + n * CHUNK + t), vset(C_bias[n]))
-            q1 = vadd(vload(C + (n + 1) * CHUNK + t), vset(C_bias[n + 1]))
-            k0 = vadd(vload(B + n * CHUNK + t), vset(B_bias[n]))
-            k1 = vadd(vload(B + (n + 1) * CHUNK + t), vset(B_bias[n + 1]))
-            dq0 = vload(s.dq + n * CHUNK + t)
-            dq1 = vload(s.dq + (n + 1) * CHUNK + t)
-            dk0 = vload(s.dk + n * CHUNK + t)
-            dk1 = vload(s.dk + (n + 1) * CHUNK + t)
+            q0 = vload(s.qrot + n * CHUNK + t)
+            q1 = vload(s.qrot + (n + 1) * CHUNK + t)
+            k0 = vload(s.krot + n * CHUNK + t)
+            k1 = vload(s.krot + (n + 1) * CHUNK + t)
+            r0 = vload(s.dq + n * CHUNK + t)
+            r1 = vload(s.dq + (n + 1) * CHUNK + t)
+            g0 = vload(s.dk + n * CHUNK + t)
+            g1 = vload(s.dk + (n + 1) * CHUNK + t)
+            dscale = vfma(g1, k1, vfma(g0, k0, dscale))
+            g0 = vmul(g0, by)
+            g1 = vmul(g1, by)
             if n < 2 * ANGLES:
+                angle = vfma(g0, vneg(k1), vfma(r1, q0, vfma(r0, vneg(q1), vzero())))
+                vstore(s.dtheta + n // 2 * CHUNK + t, vfma(g1, k0, angle))
                 cosine = vload(job.cosine + item * (TALL // 4) + n // 2 * CHUNK + t)
                 sine = vload(job.sine + item * (TALL // 4) + n // 2 * CHUNK + t)
-                dscale = vfma(dk0, vsub(vmul(k0, cosine), vmul(k1, sine)), dscale)
-                dscale = vfma(dk1, vadd(vmul(k0, sine), vmul(k1, cosine)), dscale)
-                dk0 = vmul(dk0, scale)
-                dk1 = vmul(dk1, scale)
-                angle = vfma(dq0, vsub(vneg(vmul(q0, sine)), vmul(q1, cosine)), vzero())
-                angle = vfma(dq1, vsub(vmul(q0, cosine), vmul(q1, sine)), angle)
-                angle = vfma(dk0, vsub(vneg(vmul(k0, sine)), vmul(k1, cosine)), angle)
-                angle = vfma(dk1, vsub(vmul(k0, cosine), vmul(k1, sine)), angle)
-                vstore(s.dtheta + n // 2 * CHUNK + t, angle)
-                r0 = vadd(vmul(dq0, cosine), vmul(dq1, sine))
-                r1 = vsub(vmul(dq1, cosine), vmul(dq0, sine))
-                g0 = vadd(vmul(dk0, cosine), vmul(dk1, sine))
-                g1 = vsub(vmul(dk1, cosine), vmul(dk0, sine))
-            else:
-                dscale = vfma(dk1, k1, vfma(dk0, k0, dscale))
+                dq0 = vadd(vmul(r0, cosine), vmul(r1, sine))
+                r1 = vsub(vmul(r1, cosine), vmul(r0, sine))
                 r0 = dq0
-                r1 = dq1
-                g0 = vmul(dk0, scale)
-                g1 = vmul(dk1, scale)
+                dk0 = vadd(vmul(g0, cosine), vmul(g1, sine))
+                g1 = vsub(vmul(g1, cosine), vmul(g0, sine))
+                g0 = dk0
+                q0 = vadd(vload(C + n * CHUNK + t), vset(C_bias[n]))
+                q1 = vadd(vload(C + (n + 1) * CHUNK + t), vset(C_bias[n + 1]))
+                k0 = vadd(vload(B + n * CHUNK + t), vset(B_bias[n]))
+                k1 = vadd(vload(B + (n + 1) * CHUNK + t), vset(B_bias[n + 1]))
             vstore(s.dq + n * CHUNK + t, vadd(vmul(x, k0), r0))
             vstore(s.dq + (n + 1) * CHUNK + t, vadd(vmul(x, k1), r1))
             vstore(s.dk + n * CHUNK + t, vadd(vmul(x, q0), g0))
@@ -638,8 +660,12 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, Ch
                                            vmul(vmul(vmul(dscale, step), gate), vsub(one, gate))))
         t += vlanes
     n = token * shape.inner * 2 + head * STATE
-    transpose_tokens(s.dq, STATE, 0, real, job.dC + n, shape.heads * STATE)
-    transpose_tokens(s.dk, STATE, 0, real, job.dB + n, shape.heads * STATE)
+    if real == CHUNK:
+        transpose(s.dq, CHUNK, STATE, CHUNK, job.dC + n, shape.heads * STATE)
+        transpose(s.dk, CHUNK, STATE, CHUNK, job.dB + n, shape.heads * STATE)
+    else:
+        transpose_tokens(s.dq, STATE, 0, real, job.dC + n, shape.heads * STATE)
+        transpose_tokens(s.dk, STATE, 0, real, job.dB + n, shape.heads * STATE)
     transpose(s.dtheta, CHUNK, ANGLES, CHUNK, job.dtheta + item * (TALL // 4), ANGLES)
     p = 0
     while p < ANGLES:
@@ -672,15 +698,39 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, Ch
 cdef void chunk_job(void* arg, int thread) noexcept nogil:
     cdef BackwardJob* job = <BackwardJob*> arg
     cdef ChunkScratch s
-    cdef Py_ssize_t unit
+    cdef Py_ssize_t item
     chunk_scratch(job.scratch + thread * job.scratch_size, &s)
-    if job.fast:
-        fp_fast()
     while True:
-        unit = next_unit(&job.counter)
-        if unit >= job.shape.batch * job.shape.heads * job.shape.chunks:
+        item = next_unit(&job.counter)
+        if item >= job.shape.batch * job.shape.heads * job.shape.chunks:
             return
-        chunk_backward(job, unit // job.shape.chunks, unit % job.shape.chunks, &s)
+        chunk_backward(job, item // job.shape.chunks, item % job.shape.chunks, job.dy + item * SQUARE,
+                       job.dh + item * TALL, &s)
+
+
+cdef enum:
+    HEAD_SCRATCH = CHUNK_SCRATCH + ADJOINT_SCRATCH + SQUARE + TALL
+
+
+cdef void head_job(void* arg, int thread) noexcept nogil:
+    """All chunks of a (row, head), last to first, for the orders that need no sums across heads."""
+    cdef BackwardJob* job = <BackwardJob*> arg
+    cdef Shape* shape = &job.shape
+    cdef ChunkScratch s
+    cdef Py_ssize_t line, chunk
+    cdef float* adjoint = job.scratch + thread * job.scratch_size + CHUNK_SCRATCH
+    cdef float* dy = adjoint + ADJOINT_SCRATCH
+    cdef float* dh = dy + SQUARE
+    chunk_scratch(job.scratch + thread * job.scratch_size, &s)
+    while True:
+        line = next_unit(&job.counter)
+        if line >= shape.batch * shape.heads:
+            return
+        for chunk in range(shape.chunks - 1, -1, -1):
+            gate_backward(job, line // shape.heads, line % shape.heads, chunk, dy)
+            chunk_backward(job, line, chunk, dy, dh, &s)
+            if chunk:
+                adjoint_chunk(job, line, chunk, dy, NULL if chunk == shape.chunks - 1 else dh, dh, adjoint)
 
 
 # ---- sums over heads -------------------------------------------------------------------------------------------------------
@@ -768,8 +818,6 @@ cdef void angle_chunk(BackwardJob* job, Py_ssize_t row, Py_ssize_t chunk, float*
 cdef void angle_job(void* arg, int thread) noexcept nogil:
     cdef BackwardJob* job = <BackwardJob*> arg
     cdef Py_ssize_t unit
-    if job.fast:
-        fp_fast()
     while True:
         unit = next_unit(&job.counter)
         if unit >= job.shape.batch * job.shape.chunks:
@@ -830,8 +878,6 @@ cdef void norm_job(void* arg, int thread) noexcept nogil:
     cdef BackwardJob* job = <BackwardJob*> arg
     cdef Py_ssize_t first, total = job.shape.batch * job.shape.length, count
     cdef float* g = job.scratch + thread * job.scratch_size
-    if job.fast:
-        fp_fast()
     while True:
         first = next_unit(&job.counter) * vlanes
         if first >= total:

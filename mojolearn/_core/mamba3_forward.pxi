@@ -45,7 +45,6 @@ cdef struct PrepareJob:
     float* adt
     float* scratch               # (threads, scratch_size)
     Py_ssize_t scratch_size
-    bint fast
     Py_ssize_t counter
 
 
@@ -150,8 +149,6 @@ cdef void prepare_job(void* arg, int thread) noexcept nogil:
     cdef Shape* shape = &job.shape
     cdef float* scratch = job.scratch + thread * job.scratch_size
     cdef Py_ssize_t unit, row, chunk, column, h, t, at
-    if job.fast:
-        fp_fast()
     while True:
         unit = next_unit(&job.counter)
         if unit >= shape.batch * shape.chunks:
@@ -205,14 +202,11 @@ cdef struct MixJob:
     float* k_last
     float* v_last
     # what backward needs, or NULL; item = (row * heads + head) * chunks + chunk
-    float* tape_qrot             # (items, 128, 64)
-    float* tape_ks
     float* tape_h                # the state that enters the chunk, (items, 128, 64)
     float* tape_cos              # (items, 32, 64)
     float* tape_sin
     float* skip                  # (B * L, inner)
     float* scratch
-    bint fast
     Py_ssize_t counter
 
 
@@ -236,7 +230,7 @@ cdef struct MixScratch:
     float* total
     float* from_start
     float* to_end
-    float* diagonal              # gamma * (q . k)
+    float* diagonal              # q . k before rotation
 
 cdef enum:
     MIX_SCRATCH = 5 * TALL + 9 * SQUARE + 6 * CHUNK
@@ -305,10 +299,24 @@ cdef void turn_angles(const float* rate, const float* dt, Py_ssize_t first, Py_s
             t += vlanes
 
 
+cdef void key_scales(const float* dt, const float* sig, float* gamma, float* scale) noexcept nogil:
+    """gamma = dt sigma and the scale of k, gamma + the next token's dt (1 - sigma), for the 64 tokens of a chunk.
+
+    The planes go on with zeros, so the last token of all adds +0.
+    """
+    cdef Py_ssize_t t = 0
+    cdef vf own
+    while t < CHUNK:
+        own = vmul(vload(dt + t), vload(sig + t))
+        vstore(gamma + t, own)
+        vstore(scale + t, vadd(own, vmul(vload(dt + t + 1), vsub(vset(1.0), vload(sig + t + 1)))))
+        t += vlanes
+
+
 cdef void rotate_chunk(const float* B, const float* C, const float* B_bias, const float* C_bias, const float* cosine,
-                       const float* sine, const float* scale, const float* gamma, Py_ssize_t first, Py_ssize_t real,
+                       const float* sine, const float* scale, Py_ssize_t first, Py_ssize_t real,
                        float* qrot, float* krot, float* ks, float* diagonal) noexcept nogil:
-    """Biased and rotated q, k, scaled k, and gamma (q . k), for the lanes of tokens first..real."""
+    """Biased and rotated q, k, scaled k, and q . k before rotation, for the lanes of tokens first..real."""
     cdef Py_ssize_t t = first - first % vlanes, n
     cdef vf q0, q1, k0, k1, cosine_of, sine_of, dot, by, x
     while t < real:
@@ -337,7 +345,7 @@ cdef void rotate_chunk(const float* B, const float* C, const float* B_bias, cons
             vstore(ks + n * CHUNK + t, vmul(k0, by))
             vstore(ks + (n + 1) * CHUNK + t, vmul(k1, by))
             n += 2
-        vstore(diagonal + t, vmul(dot, vload(gamma + t)))
+        vstore(diagonal + t, dot)
         t += vlanes
 
 
@@ -395,7 +403,7 @@ cdef void gate_rows(MixJob* job, Py_ssize_t row, Py_ssize_t head, Py_ssize_t sta
     for i in range(first, real):
         token = row * job.shape.length + start + i
         z = job.proj + token * job.shape.width + head * HEAD
-        through = vset(sadd(job.D[head], s.diagonal[i]))
+        through = vset(sadd(job.D[head], smul(s.diagonal[i], s.gamma[i])))
         p = 0
         while p < HEAD:
             total = vadd(vmul(vload(s.carried + i * HEAD + p), vset(s.from_start[i])), vload(s.inner + i * HEAD + p))
@@ -432,14 +440,11 @@ cdef void mix_head(MixJob* job, Py_ssize_t row, Py_ssize_t head, MixScratch* s) 
     cdef const float* sig = job.sig + line * shape.plane
     cdef const float* adt = job.adt + line * shape.plane
     cdef float theta[ANGLES]
-    cdef float* qrot = s.qrot
-    cdef float* ks = s.ks
     cdef float* cosine = s.cosine
     cdef float* sine = s.sine
     cdef float* h = s.h
     cdef float* h_next = s.h
     cdef bint last
-    cdef vf beta
     if job.tape_h != NULL:
         h = job.tape_h + line * shape.chunks * TALL
     if job.state.h != NULL:
@@ -459,49 +464,44 @@ cdef void mix_head(MixJob* job, Py_ssize_t row, Py_ssize_t head, MixScratch* s) 
             real = CHUNK
         if job.tape_h != NULL:
             item = line * shape.chunks + chunk
-            qrot = job.tape_qrot + item * TALL
-            ks = job.tape_ks + item * TALL
             cosine = job.tape_cos + item * (TALL // 4)
             sine = job.tape_sin + item * (TALL // 4)
             h = job.tape_h + item * TALL
             h_next = s.h if last else h + TALL
         if last and job.new_h != NULL:
             transpose(h, HEAD, STATE, HEAD, job.new_h + line * TALL, STATE)
-        t = 0
-        while t < CHUNK:        # the plane goes on with zeros, so the last token has beta = +0
-            vstore(s.gamma + t, vmul(vload(dt + t), vload(sig + t)))
-            beta = vmul(vload(dt + t + 1), vsub(vset(1.0), vload(sig + t + 1)))
-            vstore(s.scale + t, vadd(vload(s.gamma + t), beta))
-            t += vlanes
+            flush_all(job.new_h + line * TALL, TALL)
+        key_scales(dt, sig, s.gamma, s.scale)
         running_decay(adt, real, s.total, s.from_start, s.to_end)
         if first < real:
             turn_angles(job.rate + (row * shape.length + start + first) * ANGLES, dt, first, real, theta, s.theta,
                         cosine, sine)
             t = (row * shape.chunks + chunk) * TALL
             rotate_chunk(job.B + t, job.C + t, job.B_bias + head * STATE, job.C_bias + head * STATE, cosine, sine,
-                         s.scale, s.gamma, first, real, qrot, s.krot, ks, s.diagonal)
+                         s.scale, first, real, s.qrot, s.krot, s.ks, s.diagonal)
         if first > 0:
             load_buffered(job, row, head, s)
         for t in range(first, real):
             memcpy(s.v + t * HEAD, job.proj + (row * shape.length + start + t) * shape.width + shape.inner + head * HEAD,
                    HEAD * sizeof(float))
         if first < real:
-            product_tn_lower(qrot, ks, first, real, STATE, s.scores)
+            product_tn_lower(s.qrot, s.ks, first, real, STATE, s.scores)
             decay_matrix(adt, first, real, s.decay)
             mask_scores(s.scores, s.decay, first, real, s.scores)
             product_nn_lower(s.scores, s.v, first, real, s.inner)
-            product_tn(qrot, h, first, real, STATE, s.carried)
+            product_tn(s.qrot, h, first, real, STATE, s.carried)
             gate_rows(job, row, head, start, first, real, s)
         if last:
-            if job.tape_qrot == NULL:
+            if job.tape_h == NULL:
                 keep_rows(job, row, head, first, real, dt, sig, adt, s)
             if job.new_theta != NULL:
                 for t in range(ANGLES):
                     job.new_theta[line * ANGLES + t] = sflush(theta[t])
         if not last or job.h_last != NULL:
-            carry_state(h, ks, s.v, s.to_end, sexp(s.total[CHUNK - 1]), real, s.vs, s.increment, h_next)
+            carry_state(h, s.ks, s.v, s.to_end, sexp(s.total[CHUNK - 1]), real, s.vs, s.increment, h_next)
             if last:
                 transpose(h_next, HEAD, STATE, HEAD, job.h_last + line * TALL, STATE)
+                flush_all(job.h_last + line * TALL, TALL)
         dt += CHUNK
         sig += CHUNK
         adt += CHUNK
@@ -512,8 +512,6 @@ cdef void mix_job(void* arg, int thread) noexcept nogil:
     cdef MixScratch s
     cdef Py_ssize_t unit
     mix_scratch(job.scratch + thread * MIX_SCRATCH, &s)
-    if job.fast:
-        fp_fast()
     while True:
         unit = next_unit(&job.counter)
         if unit >= job.shape.batch * job.shape.heads:

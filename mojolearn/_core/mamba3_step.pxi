@@ -235,6 +235,7 @@ cdef void commit_head(MambaCarry* carry, Py_ssize_t row, Py_ssize_t head, const 
     cdef const float* new = carry.new + line * NEW_FLOATS
     if carry.buffered == CHUNK:
         transpose(carry.h_cache + line * TALL, HEAD, STATE, HEAD, carry.h + line * TALL, STATE)
+        flush_all(carry.h + line * TALL, TALL)
     memcpy(carry.theta + line * ANGLES, new + NEW_THETA, ANGLES * sizeof(float))
     memcpy(carry.qrot + at * STATE, new + NEW_QROT, STATE * sizeof(float))
     memcpy(carry.krot + at * STATE, new + NEW_KROT, STATE * sizeof(float))

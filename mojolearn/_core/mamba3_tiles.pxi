@@ -145,7 +145,7 @@ cdef void product_tn_upper(const float* a, const float* b, Py_ssize_t rows, floa
 
 cdef void transpose(const float* x, Py_ssize_t x_row, Py_ssize_t rows, Py_ssize_t columns, float* out,
                     Py_ssize_t out_row) noexcept nogil:
-    """out (columns, rows) = x (rows, columns) transposed, flushed; both extents are multiples of 16."""
+    """out (columns, rows) = x (rows, columns) transposed; both extents are multiples of 16."""
     cdef vf block[vlanes]
     cdef Py_ssize_t i = 0, j, r
     while i < rows:
@@ -155,8 +155,16 @@ cdef void transpose(const float* x, Py_ssize_t x_row, Py_ssize_t rows, Py_ssize_
                 block[r] = vload(x + (i + r) * x_row + j)
             vtranspose(block)
             for r in range(vlanes):
-                vstore(out + (j + r) * out_row + i, vflush(block[r]))
+                vstore(out + (j + r) * out_row + i, block[r])
             j += vlanes
+        i += vlanes
+
+
+cdef void flush_all(float* x, Py_ssize_t n) noexcept nogil:
+    """Flush n values, a multiple of 16, that leave the library."""
+    cdef Py_ssize_t i = 0
+    while i < n:
+        vstore(x + i, vflush(vload(x + i)))
         i += vlanes
 
 

@@ -280,10 +280,9 @@ class Mamba3Block(Block):
         kept = None
         if tape is not None:
             items = batch * heads * chunks
-            qrot, ks, h = workspace.empty((3, items * _STATE_SIZE * _CHUNK))
+            h = workspace.empty(items * _STATE_SIZE * _HEAD_DIM)
             cosine, sine = workspace.empty((2, items * _ANGLES * _CHUNK))
-            skip = workspace.empty(tokens * inner)
-            kept = (qrot, ks, h, cosine, sine, skip)
+            kept = (h, cosine, sine, workspace.empty(tokens * inner))
             tape.update(
                 sumsq=sumsq, normed=normed, proj=proj, panels=panels, rate=rate, rstd=rstd, scalars=scalars, gate=gate
             )
@@ -309,7 +308,6 @@ class Mamba3Block(Block):
             length,
             buffered,
             workers,
-            ctx.mode,
         )
         reports = None
         if report is not None:
@@ -339,7 +337,6 @@ class Mamba3Block(Block):
             length,
             buffered,
             workers,
-            ctx.mode,
         )
         workspace.release(inner_mark)
         linalg.linear(gate, weights["out_proj.weight"], y, threads, ctx.mode)
@@ -377,10 +374,12 @@ class Mamba3Block(Block):
             "C_norm.weight": workspace.empty((tokens, _STATE_SIZE)),
         }
         inner_mark = workspace.mark()
+        exact_order = ctx.mode == 0
+        adjoints = items if exact_order else 1  # the other orders keep them in scratch
         between = (
-            workspace.empty(items * _CHUNK * _HEAD_DIM),
-            workspace.empty(items * _STATE_SIZE * _HEAD_DIM),
-            workspace.empty(items),
+            workspace.empty(adjoints * _CHUNK * _HEAD_DIM),
+            workspace.empty(adjoints * _STATE_SIZE * _HEAD_DIM),
+            workspace.empty(adjoints),
             *workspace.empty((4, batch * heads * plane)),
             workspace.empty(items * _CHUNK * _ANGLES),
             workspace.empty(items * _ANGLES),
@@ -398,7 +397,7 @@ class Mamba3Block(Block):
             pack.reshape(-1),
             tuple(array.reshape(-1) for array in rows.values()),
             between,
-            workspace.empty((workers, mamba3.backward_scratch(chunks, ctx.mode == 0))),
+            workspace.empty((workers, mamba3.backward_scratch(chunks, exact_order))),
             batch,
             length,
             workers,
