@@ -1,4 +1,4 @@
-"""Sums over tokens that continue across micro-batches.
+"""Sums over tokens that continue across micro-batches and divide among ranks.
 
 A weight gradient is a sum over all T tokens of a step in a fixed shape (docs/numerics, training 0.2): leaves of
 ``leaf_size(T)`` consecutive tokens, each one serial chain, joined by a tree that a binary counter walks. When the
@@ -7,16 +7,30 @@ adds whole leaves as the largest aligned subtrees, and leaves its last leaf open
 the unsplit step. The counter's digits are gradient buffers: at most log2(T / leaf) + 2 of them, and exactly one
 when the step comes in one piece.
 
-`TokenFold` decides which rows go where; `GradientSink` owns the buffers and calls the kernels.
+A process that has only a range of the leaves ends with several digits: the roots of the largest aligned subtrees of
+its range, which another process joins with those of the other ranges (`mojolearn.distributed`).
+
+`SubtreeCounter` is the counter, `TokenFold` decides which rows go where; `GradientSink` owns the buffers and calls the
+kernels.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from mojolearn._core import layers, linalg
 
-__all__ = ["GradientSink", "TokenFold", "leaf_size"]
+__all__ = [
+    "EmbeddingGradient",
+    "GradientSink",
+    "SubtreeCounter",
+    "TokenFold",
+    "leaf_size",
+    "mean_loss",
+    "shard_rows",
+    "step_loss",
+]
 
 _LEAF = 128
 _MAX_LEAVES = 1024
@@ -31,6 +45,46 @@ def leaf_size(count):
     return -(-count // _MAX_LEAVES)
 
 
+def shard_rows(rows, n_shards, shard):
+    """The range of batch rows that a shard has."""
+    return shard * rows // n_shards, (shard + 1) * rows // n_shards
+
+
+class SubtreeCounter:
+    """Which subtrees of the pair tree join, as they become complete from left to right.
+
+    Parameters
+    ----------
+    leaves : int
+        Number of leaves of the whole tree. Level by level, neighbours join in pairs and an odd last node moves up.
+
+    Attributes
+    ----------
+    blocks : list of (int, int)
+        The subtrees that wait, each a range of leaves [first, last).
+    """
+
+    def __init__(self, leaves):
+        self.leaves = leaves
+        self.blocks = []
+
+    def push(self, first, last):
+        """Add the next subtree; returns how many joins follow, each of the newest two blocks."""
+        self.blocks.append((first, last))
+        joins = 0
+        while len(self.blocks) > 1 and self._are_siblings(*self.blocks[-2:]):
+            _, end = self.blocks.pop()
+            self.blocks[-1] = (self.blocks[-1][0], end)
+            joins += 1
+        return joins
+
+    def _are_siblings(self, older, newer):
+        # A left child is a whole power of two of leaves; its right sibling may be cut short by the end of the tree.
+        first, last = older
+        size = last - first
+        return first % (2 * size) == 0 and newer[1] == min(first + 2 * size, self.leaves)
+
+
 class Part(NamedTuple):
     """Rows [start, stop) of a piece go to the buffer of counter digit `depth`."""
 
@@ -42,19 +96,26 @@ class Part(NamedTuple):
 
 
 class TokenFold:
-    """The binary counter over the leaves of a sum that arrives in pieces.
+    """The leaves of a sum, or of a range of it, that arrive in pieces.
 
     Parameters
     ----------
     total : int
         Number of terms of the whole sum.
+    first, last : int, optional
+        The range of terms that will come, all by default. It starts at a leaf and ends at one or at `total`.
     """
 
-    def __init__(self, total):
+    def __init__(self, total, first=0, last=None):
         self.total = total
         self.leaf = leaf_size(total)
-        self._position = 0
-        self._counts = []  # leaves in each closed digit, largest first
+        self._position = first
+        self._counter = SubtreeCounter(-(-total // self.leaf))
+
+    @property
+    def blocks(self):
+        """Ranges of leaves of the digits, largest aligned subtrees; one for the whole sum when all has come."""
+        return self._counter.blocks
 
     def advance(self, rows):
         """Parts that the next `rows` terms fall into, in order.
@@ -64,39 +125,26 @@ class TokenFold:
         list of Part
         """
         if rows == self.total:
+            self._counter.push(0, self._counter.leaves)
             return [Part(0, rows, 0, False, 0)]
         parts = []
         first, last = self._position, self._position + rows
         at = first
         while at < last:
-            depth = len(self._counts)
-            filled = at % self.leaf
+            depth = len(self.blocks)
+            index, filled = divmod(at, self.leaf)
             if filled or last - at < self.leaf:
                 stop = min(at - filled + self.leaf, last)
                 leaves = 1
             else:
-                index = at // self.leaf
                 leaves = _aligned_block(index, last // self.leaf - index)
                 stop = at + leaves * self.leaf
             closed = stop % self.leaf == 0 or stop == self.total
-            merges = self._push(leaves) if closed else 0
+            merges = self._counter.push(index, index + leaves) if closed else 0
             parts.append(Part(at - first, stop - first, depth, filled > 0, merges))
             at = stop
         self._position = last
-        if last == self.total and self._counts:
-            # What is left over joins from the newest to the oldest.
-            parts[-1] = parts[-1]._replace(merges=parts[-1].merges + len(self._counts) - 1)
-            self._counts = []
         return parts
-
-    def _push(self, leaves):
-        self._counts.append(leaves)
-        merges = 0
-        while len(self._counts) > 1 and self._counts[-1] == self._counts[-2]:
-            self._counts.pop()
-            self._counts[-1] *= 2
-            merges += 1
-        return merges
 
 
 def _aligned_block(index, available):
@@ -125,28 +173,37 @@ class GradientSink:
     """
 
     def __init__(self, flat, names, shapes, offsets):
-        self.flat = flat
-        self._digits = {}
-        for name, shape, offset in zip(names, shapes, offsets):
-            size = int(np.prod(shape))
-            self._digits[name] = [flat[offset : offset + size].reshape(shape)]
-        self._threads = self._mode = 0
+        self._places = {
+            name: (offset, offset + math.prod(shape), shape) for name, shape, offset in zip(names, shapes, offsets)
+        }
+        self.flats = []
+        self._views = []
+        self._add_digit(flat)
+        self._threads = self._mode = self._base = 0
         self._fold = self._head_fold = None
         self._parts = self._head_parts = ()
 
-    def view(self, name):
-        """The finished gradient of one tensor."""
-        return self._digits[name][0]
+    def view(self, name, depth=0):
+        """The finished gradient of one tensor; with `depth`, that in a later buffer of `flats`."""
+        return self._views[depth][name]
+
+    @property
+    def roots(self):
+        """Ranges of leaves whose sums lie in the buffers `flats`, in this order; one for a whole sum."""
+        return list(self._fold.blocks)
 
     @property
     def extra_bytes(self):
         """Bytes of counter buffers beside the flat gradient."""
-        return sum(digit.nbytes for digits in self._digits.values() for digit in digits[1:])
+        return sum(flat.nbytes for flat in self.flats[1:])
 
-    def begin(self, total, threads, mode):
-        """Start the sums of a step of `total` tokens."""
-        self._fold, self._head_fold = TokenFold(total), TokenFold(total)
-        self._threads, self._mode = threads, mode
+    def begin(self, total, threads, mode, first=0, base=0):
+        """Start a sum of `total` tokens, or the part of it that starts at token `first`.
+
+        The buffers of `flats` before number `base` keep what they hold, and the sum ends in buffer `base`.
+        """
+        self._fold, self._head_fold = TokenFold(total, first), TokenFold(total, first)
+        self._threads, self._mode, self._base = threads, mode, base
 
     def piece(self, rows):
         """The next calls carry the next `rows` tokens."""
@@ -158,44 +215,52 @@ class GradientSink:
 
     def linear(self, name, dc, a):
         """Add a piece of ``dW = dc^T a``; `dc` (T, n), `a` (T, k)."""
-        self._linear(self._digits[name], dc, a, self._parts, self._fold.leaf)
+        self._linear(name, dc, a, self._parts)
 
     def head(self, name, dc, a):
         """The same as `linear` for the output head's own pieces."""
-        self._linear(self._digits[name], dc, a, self._head_parts, self._head_fold.leaf)
+        self._linear(name, dc, a, self._head_parts)
 
     def colsum(self, name, rows):
         """Add a piece of a vector's gradient: the sum of `rows` (T, size) over tokens."""
-        digits = self._digits[name]
         for part in self._parts:
-            out = self._digit(digits, part.depth).reshape(-1)
+            out = self._digit(name, part.depth).reshape(-1)
             linalg.colsum(
                 rows[part.start : part.stop], out, self._threads, self._mode, leaf=self._fold.leaf, seed=part.seed
             )
-            self._carry(digits, part)
+            self._carry(name, part)
 
-    def _linear(self, digits, dc, a, parts, leaf):
+    def join(self, depth):
+        """Add the whole buffer `depth` to the one before: two subtrees of a tree over complete gradients join."""
+        older, newer = self.flats[depth - 1], self.flats[depth]
+        linalg.merge(older, newer, older, self._threads)
+
+    def _linear(self, name, dc, a, parts):
         for part in parts:
-            out = self._digit(digits, part.depth)
+            out = self._digit(name, part.depth)
             linalg.gemm_tn(
                 dc[part.start : part.stop],
                 a[part.start : part.stop],
                 out,
                 self._threads,
                 self._mode,
-                leaf=leaf,
+                leaf=self._fold.leaf,
                 seed=part.seed,
             )
-            self._carry(digits, part)
+            self._carry(name, part)
 
-    def _digit(self, digits, depth):
-        while len(digits) <= depth:
-            digits.append(np.empty_like(digits[0]))
-        return digits[depth]
+    def _digit(self, name, depth):
+        while len(self.flats) <= self._base + depth:
+            self._add_digit(np.empty_like(self.flats[0]))
+        return self._views[self._base + depth][name]
 
-    def _carry(self, digits, part):
+    def _add_digit(self, flat):
+        self.flats.append(flat)
+        self._views.append({name: flat[i:j].reshape(shape) for name, (i, j, shape) in self._places.items()})
+
+    def _carry(self, name, part):
         for depth in range(part.depth, part.depth - part.merges, -1):
-            older, newer = digits[depth - 1].reshape(-1), digits[depth].reshape(-1)
+            older, newer = self._digit(name, depth - 1).reshape(-1), self._digit(name, depth).reshape(-1)
             linalg.merge(older, newer, older, self._threads)
 
 
@@ -221,24 +286,53 @@ class EmbeddingGradient:
     def add(self, dx, threads):
         """Continue the chains with the next rows of the embedding output's gradient, `dx` (T, D)."""
         stop = self._position + len(dx)
-        layers.embedding_backward(dx, self._local[self._position : stop], self._chains, threads)
+        if len(dx):
+            layers.embedding_backward(dx, self._local[self._position : stop], self._chains, threads)
         self._position = stop
 
-    def write(self, dweight):
-        """Set `dweight` (V, D) to the chains, +0.0 where no id occurred."""
-        dweight[...] = 0.0
-        dweight[self._rows] = self._chains
+    def finish(self, gradient, tied, threads, first=0):
+        """Write the chains into `gradient`, +0.0 where no id occurred; with `tied` add them to what lies there.
 
-    def add_to(self, dweight, threads):
-        """Add the head's gradient that lies in `dweight` (V, D) to the chains, in place."""
-        vocab, d_model = dweight.shape
+        Parameters
+        ----------
+        gradient : ndarray of float32, one-dimensional
+            A piece of the flattened table (V, D), the head's gradient in it when the matrix is tied.
+        tied : bool
+        threads : int
+        first : int, default 0
+            Element of the table where the piece starts.
+        """
+        d_model = self._chains.shape[1]
+        last = first + len(gradient)
         step = max(1, (1 << 18) // d_model)  # 1 MiB of dense rows at a time
-        block = np.empty((min(step, vocab), d_model), np.float32)
-        for first in range(0, vocab, step):
-            last = min(first + step, vocab)
-            dense = block[: last - first]
-            dense[...] = 0.0
-            low, high = np.searchsorted(self._rows, (first, last))
-            dense[self._rows[low:high] - first] = self._chains[low:high]
-            target = dweight[first:last]
-            layers.add(dense.reshape(-1), target.reshape(-1), target.reshape(-1), threads)
+        for row in range(first // d_model, -(-last // d_model), step):
+            low, high = np.searchsorted(self._rows, (row, row + step))
+            dense = np.zeros((step, d_model), np.float32)
+            dense[self._rows[low:high] - row] = self._chains[low:high]
+            begin, end = max(first, row * d_model), min(last, (row + step) * d_model)
+            chains = dense.reshape(-1)[begin - row * d_model : end - row * d_model]
+            target = gradient[begin - first : end - first]
+            if tied:
+                layers.add(chains, target, target, threads)
+            else:
+                target[...] = chains
+
+
+def mean_loss(losses, divisor):
+    """The profile's sum of tokens' losses, divided."""
+    fold = layers.FoldSum(len(losses))
+    fold.add(losses)
+    return fold.result(float(divisor))
+
+
+def step_loss(losses, length, n_shards, divisor):
+    """The loss of a step from its tokens' losses (rows * length,): a fold for each shard, their tree, divided."""
+    rows = len(losses) // length
+    tree, sums = SubtreeCounter(n_shards), []
+    for shard in range(n_shards):
+        first, last = shard_rows(rows, n_shards, shard)
+        sums.append(np.array([mean_loss(losses[first * length : last * length], 1)], np.float32))
+        for _ in range(tree.push(shard, shard + 1)):
+            newer = sums.pop()
+            linalg.merge(sums[-1], newer, sums[-1], 1)
+    return mean_loss(sums[0], divisor)

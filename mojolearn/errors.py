@@ -1,6 +1,13 @@
-"""Errors with a name of their own. All of them are ValueErrors, so ``except ValueError`` catches every refusal."""
+"""Errors with a name of their own. A refusal is a ValueError, so ``except ValueError`` catches every one."""
 
-__all__ = ["CapacityError", "CheckpointError", "NonFiniteError", "RandomStreamError"]
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "NonFiniteError",
+    "RandomStreamError",
+    "RankFailedError",
+    "RankMismatchError",
+]
 
 
 class CheckpointError(ValueError):
@@ -20,3 +27,11 @@ class CapacityError(ValueError):
 
 class NonFiniteError(ValueError):
     """NaN or infinity where a finite value is needed: a weight, a gradient, an activation or a norm."""
+
+
+class RankMismatchError(ValueError):
+    """The ranks of a distributed run do not agree on what they compute. All of them raise it."""
+
+
+class RankFailedError(RuntimeError):
+    """Another rank of a distributed run has failed, or has not answered in time."""

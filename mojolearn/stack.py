@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,10 +14,11 @@ from mojolearn._context import Context, Workspace
 from mojolearn._core import layers as kernels
 from mojolearn._core import linalg
 from mojolearn._core._pool import FloatEnvironment
-from mojolearn._gradients import EmbeddingGradient, GradientSink
+from mojolearn._gradients import EmbeddingGradient, GradientSink, SubtreeCounter, mean_loss, shard_rows, step_loss
 from mojolearn._interrupt import deferred_interrupts
 from mojolearn._numerics import DETERMINISTIC_PROFILES, MODE_NAMES, get_num_threads, mode_index
 from mojolearn.config import SambaConfig
+from mojolearn.distributed import Comm, DataParallel, on_root
 from mojolearn.errors import CheckpointError, NonFiniteError, RandomStreamError
 from mojolearn.inference import check_names
 from mojolearn.model import IGNORE_INDEX, SambaModel
@@ -69,6 +71,12 @@ class SambaStack(SambaModel):
         bit. Beside the gradient it keeps at most ``log2(tokens / 128) + 2`` buffers of the same size.
     numeric_mode : {"identical", "deterministic", "fast"} or None, default None
         None uses the library default.
+    comm : LocalComm, MPIComm or None, default None
+        The ranks that train this model together (`mojolearn.distributed`): each gets the same batches and computes
+        its own rows. None trains in this process alone.
+    n_shards : int, default 1
+        Only with mode "deterministic": the gradient of a step is a tree over this many shards of the batch rows. It is
+        part of what is computed, so it stays the same when the number of ranks changes, and bounds it.
 
     Attributes
     ----------
@@ -82,7 +90,8 @@ class SambaStack(SambaModel):
     optimizer : AdamW
     generator : Generator
     max_norm : float or None
-    accumulation_steps : int
+    accumulation_steps, n_shards : int
+    comm : LocalComm, MPIComm or None
     extra : dict or None
         A JSON object of the caller's that travels in checkpoints (data position, notes).
     last_ : dict or None
@@ -93,6 +102,9 @@ class SambaStack(SambaModel):
     A training step that fails, by a refusal, a non-finite value or Ctrl-C, leaves parameters, moments, step count,
     learning rate and random stream as they were. Two Python threads may call `forward` at once; `train_step`,
     `loss_and_grads`, loading and saving wait for one another.
+
+    With `comm`, `train_step`, `state_dict`, `save_checkpoint` and `check_ranks` have to be called by all ranks; every
+    other method works on its rank alone. `optimizer` then holds the moments of this rank's own parameters.
 
     Examples
     --------
@@ -121,6 +133,8 @@ class SambaStack(SambaModel):
         max_norm=None,
         accumulation_steps=1,
         numeric_mode=None,
+        comm=None,
+        n_shards=1,
     ):
         if not isinstance(config, SambaConfig):
             raise TypeError(f"config must be a SambaConfig, got {describe(config)}")
@@ -137,10 +151,13 @@ class SambaStack(SambaModel):
             max_norm = as_real(max_norm, "max_norm", 0.0, low_open=True)
         accumulation_steps = as_index(accumulation_steps, "accumulation_steps", 1)
         mode = mode_index(numeric_mode)
+        n_shards = as_index(n_shards, "n_shards", 1)
+        if n_shards > 1 and mode != MODE_NAMES.index("deterministic"):
+            raise ValueError(f'n_shards must be 1 unless numeric_mode is "deterministic", got {n_shards}')
         if weights is not None:
             weights = _check_weights(config, weights)
 
-        self._allocate(config, mode, Workspace().empty(config.num_parameters))
+        self._allocate(config, mode, Workspace().empty(config.num_parameters), comm, n_shards)
         # The optimizer checks its hyperparameters; it comes before anything is drawn.
         self.optimizer = self._make_optimizer(lr, betas, eps, weight_decay, lr_schedule)
         self.max_norm = max_norm
@@ -153,7 +170,7 @@ class SambaStack(SambaModel):
             for name, array in weights.items():
                 self._parameters[name][...] = array
 
-    def _allocate(self, config, mode, flat):
+    def _allocate(self, config, mode, flat, comm, n_shards):
         """Lay the registry out over `flat` and bind the blocks to it."""
         registry = config.registry()
         self.names = [name for name, _ in registry]
@@ -172,17 +189,31 @@ class SambaStack(SambaModel):
         self._lock = threading.RLock()
         self._workspace = Workspace()
         self._sink = None
+        if comm is not None and not isinstance(comm, Comm):
+            raise TypeError(f"comm must be a LocalComm, an MPIComm or None, got {describe(comm)}")
+        self.comm = comm
+        if comm is not None and self.numeric_mode == "fast":
+            n_shards = comm.size  # no order is promised, so any split of the rows will do
+        self.n_shards = n_shards
+        self._team = None if comm is None else DataParallel(comm, self)
 
     def _make_optimizer(self, lr, betas, eps, weight_decay, lr_schedule):
-        return AdamW(
-            list(self._parameters.values()),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            lr_schedule=lr_schedule,
-            numeric_mode=self.numeric_mode,
-        )
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "lr_schedule": lr_schedule,
+            "numeric_mode": self.numeric_mode,
+        }
+        if self._team is not None:
+            return self._team.make_optimizer(self.flat, options)
+        return AdamW(list(self._parameters.values()), **options)
+
+    @property
+    def _owned(self):
+        """The part of the flat buffer that this process updates."""
+        return slice(0, self.n_total) if self._team is None else self._team.owned
 
     def __repr__(self):
         return (
@@ -215,6 +246,7 @@ class SambaStack(SambaModel):
         with self._lock, deferred_interrupts():
             for name, array in staged.items():
                 self._parameters[name][...] = array
+            self._distrust_ranks()
 
     # Loss and gradients
 
@@ -237,7 +269,7 @@ class SambaStack(SambaModel):
         with self._context() as ctx:
             x, _ = self._run_blocks(ctx, ids)
             losses = self._row_losses(ctx, x.reshape(-1, self.config.d_model), targets.reshape(-1))
-            return _mean(losses, count)
+            return mean_loss(losses, count)
 
     def loss_and_grads(self, inputs, targets, num_items=None, dropout_stream=None, token_offset=0):
         """Run one forward and the full backward pass.
@@ -267,9 +299,10 @@ class SambaStack(SambaModel):
             dropout_stream = as_index(dropout_stream, "dropout_stream", 0, _MAX_STREAMS - 1)
         token_offset = as_index(token_offset, "token_offset", 0, 2**63 // self.config.d_model - 1)
         divisor = num_items or _count_targets(targets)
+        self._check_shards(ids)
         sink = self._new_sink(np.empty(self.n_total, np.float32))
         with self._training_context() as ctx:
-            loss = self._accumulate(ctx, ids, targets, divisor, dropout_stream, token_offset, 1, sink)
+            loss = self._accumulate(ctx, Step(ids, targets, divisor, dropout_stream, token_offset, 1), sink)
         return loss, [sink.view(name) for name in self.names]
 
     def train_step(self, inputs, targets):
@@ -296,25 +329,31 @@ class SambaStack(SambaModel):
         RandomStreamError
             The generator has no stream left for the dropout mask.
         ValueError
-            Bad ids, targets or shapes. After any failure the stack is as it was.
+            Bad ids, targets or shapes, or, with `comm`, rows that cannot be divided among the ranks. After any failure
+            the stack is as it was, on all ranks.
         """
         ids, targets = self._check_batch(inputs, targets)
         if len(ids) % self.accumulation_steps:
             raise ValueError(
                 f"accumulation_steps must divide the batch rows, got {self.accumulation_steps} for {len(ids)} rows"
             )
+        self._check_shards(ids)
         with self._training_context() as ctx:
             stream = self._peek_stream() if self.config.dropout > 0 else None
             if self._sink is None:
                 self._sink = self._new_sink(Workspace().empty(self.n_total))
-            sink = self._sink
-            loss = self._accumulate(
-                ctx, ids, targets, _count_targets(targets), stream, 0, self.accumulation_steps, sink
-            )
+            step = Step(ids, targets, _count_targets(targets), stream, 0, self.accumulation_steps)
+            if self._team is None:
+                loss = self._accumulate(ctx, step, self._sink)
+                gradients = [self._sink.view(name) for name in self.names]
+            else:
+                loss, gradients = self._team.gradients(self, ctx, step, self._sink)
             if not np.isfinite(loss):
                 raise NonFiniteError(f"the loss must be finite, got {loss}")
             with deferred_interrupts():
-                total_norm = self.optimizer.step([sink.view(name) for name in self.names], self.max_norm)
+                total_norm = self.optimizer.step(gradients, self.max_norm)
+                if self._team is not None:
+                    self._team.share(self.flat)
                 if stream is not None:
                     self.generator.next_stream()
                 self.last_ = {
@@ -324,6 +363,29 @@ class SambaStack(SambaModel):
                     "total_norm": total_norm,
                 }
             return dict(self.last_)
+
+    def check_ranks(self):
+        """Compare what the ranks are about to train; with `comm`, all of them have to call it.
+
+        The library's version and code, configuration, weights, step, optimizer, schedule, random stream, mode and
+        shards must be the same. The first `train_step` does it too, and again after `load_weights` or
+        `load_state_dict`.
+
+        Raises
+        ------
+        RankMismatchError
+            A rank differs; the message says which and in what. It is raised on all ranks.
+        """
+        if self._team is not None:
+            self._team.check(self)
+
+    def _distrust_ranks(self):
+        if self._team is not None:
+            self._team.checked = False
+
+    def _check_shards(self, ids):
+        if len(ids) < self.n_shards:
+            raise ValueError(f"inputs must have a row for each of the {self.n_shards} shards, got {len(ids)} rows")
 
     def _check_batch(self, inputs, targets):
         ids = as_ids(inputs, "inputs", self.config.vocab, 2)
@@ -350,34 +412,53 @@ class SambaStack(SambaModel):
             with FloatEnvironment():
                 yield Context(get_num_threads(), self._mode, self._workspace)
 
-    def _accumulate(self, ctx, ids, targets, divisor, stream, token_offset, pieces, sink):
-        """Loss and gradients (into `sink`) of a step done in `pieces` micro-batches of rows."""
-        rows, length = ids.shape
-        sink.begin(ids.size, ctx.threads, ctx.mode)
-        embedding = EmbeddingGradient(ids, self.config.d_model)
-        losses = np.empty(ids.size, np.float32)
-        size = rows // pieces
-        for first in range(0, rows, size):
-            at = first * length
-            sink.piece(size * length)
+    def _accumulate(self, ctx, step, sink):
+        """Loss and gradients (into `sink`) of a whole step."""
+        losses = np.empty(step.ids.size, np.float32)
+        self._run_shards(ctx, step, range(self.n_shards), losses, sink)
+        return step_loss(losses, step.ids.shape[1], self.n_shards, step.divisor)
+
+    def _run_shards(self, ctx, step, shards, losses, sink):
+        """Forward and backward of consecutive shards, each to its complete gradient, and their tree.
+
+        Fills `losses` (tokens of these shards). The buffers of `sink` end with the roots of the largest aligned
+        subtrees of the shards, whose ranges are returned.
+        """
+        rows, length = step.ids.shape
+        tree, at = SubtreeCounter(self.n_shards), 0
+        for shard in shards:
+            first, last = shard_rows(rows, self.n_shards, shard)
+            depth = len(tree.blocks)
+            sink.begin((last - first) * length, ctx.threads, ctx.mode, base=depth)
+            embedding = EmbeddingGradient(step.ids[first:last], self.config.d_model)
+            self._run_rows(ctx, step, first, last, losses[at : at + (last - first) * length], sink, embedding)
+            table = sink.view("embed.weight", depth).reshape(-1)
+            embedding.finish(table, self.config.tie_embeddings, ctx.threads)
+            for newer in range(depth, depth - tree.push(shard, shard + 1), -1):
+                sink.join(newer)
+            at += (last - first) * length
+        return tree.blocks
+
+    def _run_rows(self, ctx, step, first, last, losses, sink, embedding):
+        """Forward and backward of rows [first, last), a micro-batch at a time."""
+        length = step.ids.shape[1]
+        size = -(-(last - first) // step.pieces)
+        for row in range(first, last, size):
+            stop = min(row + size, last)
+            sink.piece((stop - row) * length)
             mark = ctx.workspace.mark()
             self._piece(
                 ctx,
-                ids[first : first + size],
-                targets[first : first + size].reshape(-1),
-                float(divisor),
-                stream,
-                (token_offset + at) * self.config.d_model,
-                losses[at : at + size * length],
+                step.ids[row:stop],
+                step.targets[row:stop].reshape(-1),
+                float(step.divisor),
+                step.stream,
+                (step.token_offset + row * length) * self.config.d_model,
+                losses[(row - first) * length : (stop - first) * length],
                 sink,
                 embedding,
             )
             ctx.workspace.release(mark)
-        if self.config.tie_embeddings:
-            embedding.add_to(sink.view("embed.weight"), ctx.threads)
-        else:
-            embedding.write(sink.view("embed.weight"))
-        return _mean(losses, divisor)
 
     def _piece(self, ctx, ids, targets, divisor, stream, element_offset, losses, sink, embedding):
         """Forward and backward of one micro-batch; fills `losses`, adds to `sink` and `embedding`."""
@@ -449,7 +530,8 @@ class SambaStack(SambaModel):
         -------
         dict
             Configuration, registry, parameters, optimizer moments and step, schedule, generator state and numeric mode:
-            all that `load_state_dict` needs to continue to the same bits. The arrays are copies.
+            all that `load_state_dict` needs to continue to the same bits. The arrays are copies. With `comm` the state
+            is that of one process; rank 0 gets it, the others None.
         """
         with self._lock:
             optimizer = self.optimizer
@@ -457,8 +539,13 @@ class SambaStack(SambaModel):
                 "parameters": self.flat,
                 "exp_avg": optimizer.exp_avg,
                 "exp_avg_sq": optimizer.exp_avg_sq,
-                "buf_initialized": optimizer.buf_initialized,
+                "buf_initialized": np.zeros(len(self.names), np.int32),
             }
+            if self._team is not None:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    arrays[name] = self._team.gather(arrays[name])
+                if self.comm.rank:
+                    return None
             if _copy_arrays:
                 arrays = {name: array.copy() for name, array in arrays.items()}
             state = {
@@ -484,7 +571,7 @@ class SambaStack(SambaModel):
                 "rng": self.generator.state_dict(),
             }
             if self.numeric_mode == "deterministic":
-                state["deterministic_profile"] = _deterministic_profile()
+                state["deterministic_profile"] = _deterministic_profile(self.n_shards)
             return state
 
     def save_checkpoint(self, path, *, compression="zstd", level=None, extra=None):
@@ -509,16 +596,20 @@ class SambaStack(SambaModel):
         Notes
         -----
         Saving reads the live parameters under the stack's lock: a `train_step` in another thread waits until the file
-        is written. Writing to `parameters()` while it saves is not guarded against.
+        is written. Writing to `parameters()` while it saves is not guarded against. With `comm`, rank 0 writes the
+        file, and the file does not depend on the number of ranks; an error of it is raised on all ranks.
         """
         extra = self.extra if extra is None else extra
         with self._lock:
-            return checkpoint.save(
-                path, self.state_dict(_copy_arrays=False), compression=compression, level=level, extra=extra
-            )
+            state = self.state_dict(_copy_arrays=False)
+
+            def save():
+                return checkpoint.save(path, state, compression=compression, level=level, extra=extra)
+
+            return save() if self.comm is None else on_root(self.comm, save)
 
     @classmethod
-    def from_checkpoint(cls, path, numeric_mode=None):
+    def from_checkpoint(cls, path, numeric_mode=None, comm=None):
         """Build a stack from a checkpoint written by `save_checkpoint`.
 
         Parameters
@@ -527,6 +618,9 @@ class SambaStack(SambaModel):
             A file in any of the layouts that the library reads.
         numeric_mode : {"identical", "deterministic", "fast"} or None, default None
             None uses the mode stored in the checkpoint.
+        comm : LocalComm, MPIComm or None, default None
+            The ranks that go on together, each of which reads the file. Their number need not be that of the ranks
+            that made it.
 
         Raises
         ------
@@ -537,7 +631,7 @@ class SambaStack(SambaModel):
             mode_index(numeric_mode)
         state, extra, _ = checkpoint.load(path)
         try:
-            stack = cls._from_state(state, numeric_mode)
+            stack = cls._from_state(state, numeric_mode, comm)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: {error}") from error
         stack.extra = extra
@@ -565,7 +659,7 @@ class SambaStack(SambaModel):
         return cls(config, weights, **options)
 
     @classmethod
-    def _from_state(cls, state, numeric_mode=None):
+    def _from_state(cls, state, numeric_mode=None, comm=None):
         """A stack on the arrays of a state, which it takes over where it can."""
         if not isinstance(state, dict) or "config" not in state:
             raise ValueError("the state has no config")
@@ -573,19 +667,21 @@ class SambaStack(SambaModel):
         if mode not in MODE_NAMES:
             raise ValueError(f"numeric_mode must be one of {MODE_NAMES}, got {describe(mode)}")
         if numeric_mode is not None:
-            state = {**state, "numeric_mode": mode, "deterministic_profile": _deterministic_profile()}
+            profile = state.get("deterministic_profile") or _deterministic_profile(1)
+            state = {**state, "numeric_mode": mode, "deterministic_profile": profile}
         config = SambaConfig.from_dict(state["config"])
         checked = _check_state_dict(config, mode, state)
         for name in ("parameters", "exp_avg", "exp_avg_sq"):
             if not checked[name].flags.carray:
                 checked[name] = checked[name].copy()
         stack = cls.__new__(cls)
-        stack._allocate(config, MODE_NAMES.index(mode), checked["parameters"])
+        stack._allocate(config, MODE_NAMES.index(mode), checked["parameters"], comm, checked["n_shards"])
         stack.optimizer = stack._make_optimizer(
             *(checked[name] for name in ("lr", "betas", "eps", "weight_decay", "lr_schedule"))
         )
-        stack.optimizer.exp_avg = checked["exp_avg"]
-        stack.optimizer.exp_avg_sq = checked["exp_avg_sq"]
+        for name in ("exp_avg", "exp_avg_sq"):
+            # A rank keeps its own part and lets the whole go.
+            setattr(stack.optimizer, name, checked[name] if comm is None else checked[name][stack._owned].copy())
         stack.optimizer.t = checked["t"]
         stack.max_norm = checked["max_norm"]
         stack.accumulation_steps = checked["accumulation_steps"]
@@ -599,7 +695,8 @@ class SambaStack(SambaModel):
         Parameters
         ----------
         state : dict
-            Of a stack with the same configuration and numeric mode. Its `accumulation_steps` is not taken over.
+            Of a stack with the same configuration, numeric mode and shards. Its `accumulation_steps` is not taken
+            over. With `comm`, every rank passes the whole state.
 
         Returns
         -------
@@ -615,24 +712,59 @@ class SambaStack(SambaModel):
             stack is then as it was.
         """
         checked = _check_state_dict(self.config, self.numeric_mode, state)
+        if self.numeric_mode == "deterministic" and checked["n_shards"] != self.n_shards:
+            raise ValueError(f"state.deterministic_profile.n_shards must be {self.n_shards}, got {checked['n_shards']}")
         with self._lock, deferred_interrupts():
             np.copyto(self.flat, checked["parameters"])
             optimizer = self.optimizer
-            np.copyto(optimizer.exp_avg, checked["exp_avg"])
-            np.copyto(optimizer.exp_avg_sq, checked["exp_avg_sq"])
+            np.copyto(optimizer.exp_avg, checked["exp_avg"][self._owned])
+            np.copyto(optimizer.exp_avg_sq, checked["exp_avg_sq"][self._owned])
             optimizer.t = checked["t"]
             for name in ("lr", "betas", "eps", "weight_decay", "lr_schedule"):
                 setattr(optimizer, name, checked[name])
             self.max_norm = checked["max_norm"]
             self.generator.load_state_dict(checked["rng"])
             self.last_ = None
+            self._distrust_ranks()
         return self
 
     def __reduce__(self):
+        self._refuse_copy()
         return _rebuild, (type(self), self.state_dict(), self.extra, self.last_)
 
     def __deepcopy__(self, memo):
+        self._refuse_copy()
         return _rebuild(type(self), self.state_dict(), self.extra, self.last_)
+
+    def _refuse_copy(self):
+        if self.comm is not None:
+            raise TypeError(
+                "a stack with comm cannot be copied or pickled: it holds a rank's part of the training state"
+            )
+
+
+class Step(NamedTuple):
+    """A batch and what all its pieces share.
+
+    Attributes
+    ----------
+    ids, targets : ndarray of int32, shape (B, L)
+    divisor : int
+        Of the summed loss.
+    stream : int or None
+        Random stream of the dropout mask.
+    token_offset : int
+        Position of the first token in that stream.
+    pieces : int
+        Micro-batches.
+    """
+
+    ids: np.ndarray
+    targets: np.ndarray
+    divisor: int
+    stream: int | None
+    token_offset: int
+    pieces: int
 
 
 class _LayerSink:
@@ -667,12 +799,6 @@ def _count_targets(targets):
     if count > _MAX_ITEMS:
         raise ValueError(f"targets must be at most {_MAX_ITEMS} in one step, got {count}")
     return max(count, 1)
-
-
-def _mean(losses, divisor):
-    fold = kernels.FoldSum(len(losses))
-    fold.add(losses)
-    return fold.result(float(divisor))
 
 
 def _check_weights(config, weights):
@@ -730,8 +856,9 @@ def _check_state_dict(config, mode, state):
     _check_equal(state["profile"], STATE_PROFILE, "profile")
     _check_equal(state.get("experiment_profile", "baseline"), "baseline", "experiment_profile")
     _check_equal(state["numeric_mode"], mode, "numeric_mode")
+    n_shards = 1
     if mode == "deterministic":
-        _check_deterministic_profile(state.get("deterministic_profile"))
+        n_shards = _check_deterministic_profile(state.get("deterministic_profile"))
     if SambaConfig.from_dict(state["config"]) != config:
         raise ValueError(f"state.config must equal this stack's, got {state['config']}")
     registry = _registry_entries(config)
@@ -745,6 +872,7 @@ def _check_state_dict(config, mode, state):
     return {
         **arrays,
         **_check_optimizer(state["optimizer"]),
+        "n_shards": n_shards,
         "t": as_index(state["t"], "state.t", 0, 2**63 - 1),
         "lr_schedule": _check_schedule(state["schedule"]),
         "rng": {
@@ -782,8 +910,8 @@ def _registry_entries(config):
     return entries
 
 
-def _deterministic_profile():
-    return {"name": DETERMINISTIC_PROFILES[-1], "n_shards": 1}
+def _deterministic_profile(n_shards):
+    return {"name": DETERMINISTIC_PROFILES[-1], "n_shards": n_shards}
 
 
 def _check_equal(value, wanted, name):
@@ -807,8 +935,7 @@ def _check_deterministic_profile(profile):
             f"state.deterministic_profile is {describe(profile['name'])}, whose summation orders this library does not "
             f"have; it has {', '.join(DETERMINISTIC_PROFILES)}"
         )
-    if profile["n_shards"] != 1:
-        raise ValueError(f"state.deterministic_profile.n_shards must be 1 here, got {describe(profile['n_shards'])}")
+    return as_index(profile["n_shards"], "state.deterministic_profile.n_shards", 1)
 
 
 def _check_registry(registry, wanted):

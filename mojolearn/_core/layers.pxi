@@ -1016,6 +1016,29 @@ cdef void square_norms_job(void* arg, int tid) noexcept nogil:
                                               piece.n - whole * piece.leaf)
 
 
+cdef Py_ssize_t lay_out_squares(PiecesJob* job, list arrays, list leaf_sizes) except -1:
+    """Pieces and work units of `arrays`; returns the number of leaves. `leaf_sizes` None: those of whole arrays."""
+    cdef Py_ssize_t s, count, leaves = 0
+    cdef Piece* piece
+    job.count, job.counter, job.factor = len(arrays), 0, 0.0
+    for s in range(job.count):
+        piece = &job.pieces[s]
+        piece.second = read_pointer(arrays[s], &piece.n)
+        piece.leaf = leaf_size(piece.n) if leaf_sizes is None else leaf_sizes[s]
+        count = (piece.n + piece.leaf - 1) // piece.leaf
+        leaves += count
+        job.pieces[s + 1].first_unit = piece.first_unit + (count + LEAVES_PER_UNIT - 1) // LEAVES_PER_UNIT
+    return leaves
+
+
+cdef void fill_leaves(PiecesJob* job, float* leaves, int threads) noexcept nogil:
+    cdef Py_ssize_t s
+    for s in range(job.count):
+        job.pieces[s].leaves = leaves
+        leaves += (job.pieces[s].n + job.pieces[s].leaf - 1) // job.pieces[s].leaf
+    parallel_run(square_norms_job, job, threads)
+
+
 def gradient_norm(list gradients, int threads):
     """L2 norm over all gradients: the norm of each array's norm, every sum of squares a fold.
 
@@ -1025,38 +1048,73 @@ def gradient_norm(list gradients, int threads):
         The total; not finite when a gradient is not, or when its square overflows.
     """
     cdef PiecesJob job
-    cdef Piece* piece
-    cdef Py_ssize_t s, leaves = 0
+    cdef Py_ssize_t leaves
     cdef float* partial = NULL
-    cdef float* norms
     cdef float total
-    job.count, job.counter, job.factor = len(gradients), 0, 0.0
-    job.pieces = new_pieces(job.count)
+    job.pieces = new_pieces(len(gradients))
     try:
-        for s in range(job.count):
-            piece = &job.pieces[s]
-            piece.second = read_pointer(gradients[s], &piece.n)
-            piece.leaf = leaf_size(piece.n)
-            leaves += (piece.n + piece.leaf - 1) // piece.leaf
-            job.pieces[s + 1].first_unit = (
-                piece.first_unit + ((piece.n + piece.leaf - 1) // piece.leaf + LEAVES_PER_UNIT - 1) // LEAVES_PER_UNIT
-            )
+        leaves = lay_out_squares(&job, gradients, None)
         # after the arrays' leaves come their norms and the leaves of the sum over those
         partial = <float*> malloc((leaves + 2 * job.count) * sizeof(float))
         if partial == NULL:
             raise MemoryError()
-        leaves = 0
-        for s in range(job.count):
-            piece = &job.pieces[s]
-            piece.leaves = partial + leaves
-            leaves += (piece.n + piece.leaf - 1) // piece.leaf
-        norms = partial + leaves
         with nogil:
-            parallel_run(square_norms_job, &job, threads)
-            total = total_norm(job.pieces, job.count, norms)
+            fill_leaves(&job, partial, threads)
+            total = total_norm(job.pieces, job.count, partial + leaves)
         return total
     finally:
         free(partial)
+        free(job.pieces)
+
+
+def square_leaves(list arrays, list leaf_sizes, float[::1] out, int threads):
+    """The leaves of `gradient_norm` for arrays that are parts of gradients.
+
+    Parameters
+    ----------
+    arrays : list of float32 arrays
+        Each starts at a leaf of its gradient and ends at one or with the gradient.
+    leaf_sizes : list of int
+        Of the whole gradients.
+    out : (leaves,) float32
+        Receives the leaves, one array after another.
+    """
+    cdef PiecesJob job
+    job.pieces = new_pieces(len(arrays))
+    try:
+        if lay_out_squares(&job, arrays, leaf_sizes) != out.shape[0]:
+            raise ValueError(f"out must have one element for each leaf, got {out.shape[0]}")
+        if out.shape[0]:
+            with nogil:
+                fill_leaves(&job, &out[0], threads)
+    finally:
+        free(job.pieces)
+
+
+def norm_of_leaves(float[::1] leaves, list sizes):
+    """What `gradient_norm` gives for gradients of these sizes, from all their leaves in order, which it overwrites."""
+    cdef PiecesJob job
+    cdef Py_ssize_t s, at = 0
+    cdef float* norms = NULL
+    cdef float total
+    job.count = len(sizes)
+    job.pieces = new_pieces(job.count)
+    try:
+        for s in range(job.count):
+            job.pieces[s].n = sizes[s]
+            job.pieces[s].leaf = leaf_size(job.pieces[s].n)
+            job.pieces[s].leaves = &leaves[0] + at
+            at += (job.pieces[s].n + job.pieces[s].leaf - 1) // job.pieces[s].leaf
+        if at != leaves.shape[0]:
+            raise ValueError(f"leaves must be {at} for gradients of these sizes, got {leaves.shape[0]}")
+        norms = <float*> malloc(2 * job.count * sizeof(float))
+        if norms == NULL:
+            raise MemoryError()
+        with nogil:
+            total = total_norm(job.pieces, job.count, norms)
+        return total
+    finally:
+        free(norms)
         free(job.pieces)
 
 

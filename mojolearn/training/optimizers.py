@@ -139,14 +139,7 @@ class _Optimizer:
         t = as_index(self.t + 1, "t", 1, _MAX_STEP)
         lr = self._lr if self._lr_schedule is None else self._lr_schedule.lr_at(t)
         threads = get_num_threads()
-        total = coefficient = None
-        if max_norm is None:
-            self._check_finite(grads, "grads", threads)
-        else:
-            total, coefficient = measure_clip(grads, max_norm, threads)
-        self._check_finite(self.params, "params", threads)
-        self._check_finite([self.exp_avg], "exp_avg", threads)
-        self._check_finite([self.exp_avg_sq], "exp_avg_sq", threads)
+        total, coefficient = self._examine(grads, max_norm, threads)
         with deferred_interrupts():
             self._update(grads, t, lr, coefficient, threads)
             self.t = t
@@ -240,6 +233,21 @@ class _Optimizer:
             if arrays[i].shape != param.shape:
                 raise ValueError(f"grads[{i}] must have shape {param.shape}, got {arrays[i].shape}")
         return arrays
+
+    def _examine(self, grads, max_norm, threads):
+        """All of a step that can fail: the total norm and the factor that clips it, None without `max_norm`."""
+        total = coefficient = None
+        if max_norm is None:
+            self._check_finite(grads, "grads", threads)
+        else:
+            total, coefficient = measure_clip(grads, max_norm, threads)
+        self._check_state(threads)
+        return total, coefficient
+
+    def _check_state(self, threads):
+        self._check_finite(self.params, "params", threads)
+        self._check_finite([self.exp_avg], "exp_avg", threads)
+        self._check_finite([self.exp_avg_sq], "exp_avg_sq", threads)
 
     @staticmethod
     def _check_finite(arrays, name, threads):
