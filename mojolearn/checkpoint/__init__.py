@@ -6,13 +6,15 @@ Three layouts are read: our compressed archive (`archive`), the plain streamed a
 This package knows a model only as the dict that ``SambaStack.state_dict()`` gives.
 """
 
+from __future__ import annotations
+
 import math
 
 import numpy as np
 
 from mojolearn.checkpoint import validate
 from mojolearn.checkpoint._atomic import replacing
-from mojolearn.checkpoint._entries import TRAINING_ARRAYS, ArrayEntry, read_array
+from mojolearn.checkpoint._entries import TRAINING_ARRAYS, ArrayEntry, Path, State, read_array
 from mojolearn.checkpoint._files import HashingWriter, naming, opened
 from mojolearn.checkpoint._json import check_plain
 from mojolearn.checkpoint._layouts import check_extra, check_level, make_reader
@@ -25,7 +27,9 @@ from mojolearn.errors import CheckpointError
 __all__ = ["WeightsReader", "inspect", "load", "save", "save_weights"]
 
 
-def save(path, state, *, compression="zstd", level=None, extra=None):
+def save(
+    path: Path, state: State, *, compression: str | None = "zstd", level: int | None = None, extra: State | None = None
+) -> str:
     """Write a training state.
 
     Parameters
@@ -87,7 +91,7 @@ def save(path, state, *, compression="zstd", level=None, extra=None):
         return writer.finish()
 
 
-def load(path):
+def load(path: Path) -> tuple[State, State | None, dict[str, str]]:
     """Read a training state.
 
     Parameters
@@ -125,7 +129,7 @@ def load(path):
         return state, reader.extra, {"layout": reader.layout, "sha256": reader.finish()}
 
 
-def inspect(path, verify=False):
+def inspect(path: Path, verify: bool = False) -> State:
     """Tell what is in a checkpoint without loading its arrays.
 
     Parameters
@@ -189,7 +193,7 @@ def inspect(path, verify=False):
         }
 
 
-def _as_array(state, name, dtype):
+def _as_array(state: State, name: str, dtype: str) -> np.ndarray:
     """A flat array of the state in the byte order of the file, copied only where it has to be."""
     if name not in state:
         raise CheckpointError(f"the state lacks {name}")

@@ -6,12 +6,17 @@ is killed while it writes leaves nothing behind. Otherwise, and in the instant b
 ``.mojolearn-*.tmp`` that its writer holds locked; the next save into the folder removes those that nobody holds.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import fcntl
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+
+from mojolearn.checkpoint._entries import Path
 
 __all__ = ["replacing"]
 
@@ -23,7 +28,7 @@ _NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 
 
 @contextlib.contextmanager
-def replacing(path):
+def replacing(path: Path) -> Iterator[int]:
     """Open the future content of a file; it takes the file's place when the block ends without an error.
 
     A symbolic link is followed: what it points to is replaced, the link stays. An existing file passes its mode on, a
@@ -74,7 +79,7 @@ def replacing(path):
         os.close(folder)
 
 
-def _existing_mode(folder, name, given):
+def _existing_mode(folder: int, name: str, given: str) -> int | None:
     """Mode bits of the file to replace, None if there is none."""
     try:
         found = os.stat(name, dir_fd=folder)
@@ -87,7 +92,7 @@ def _existing_mode(folder, name, given):
     return stat.S_IMODE(found.st_mode)
 
 
-def _create_unnamed(folder):
+def _create_unnamed(folder: int) -> int | None:
     """A file in the folder that has no name yet: its descriptor, or None where there is no such thing."""
     if not (hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd")):
         return None
@@ -102,7 +107,7 @@ def _create_unnamed(folder):
     return file
 
 
-def _create_named(folder):
+def _create_named(folder: int) -> tuple[int, str]:
     """A new file in the folder under a temporary name: its descriptor and the name."""
     while True:
         temporary = _temporary_name()
@@ -116,7 +121,7 @@ def _create_named(folder):
         os.close(file)
 
 
-def _give_name(file, folder, name, mode):
+def _give_name(file: int, folder: int, name: str, mode: int | None) -> str | None:
     """Give a nameless file its final name, or if that is taken a temporary one, which is returned."""
     if mode is None:
         with contextlib.suppress(FileExistsError):  # another saver was first: replace its file
@@ -127,16 +132,16 @@ def _give_name(file, folder, name, mode):
     return temporary
 
 
-def _temporary_name():
+def _temporary_name() -> str:
     return f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
 
 
-def _link(file, folder, name):
+def _link(file: int, folder: int, name: str) -> None:
     # With a directory descriptor given, os.link follows the symbolic link that /proc/self/fd/N is.
     os.link(f"/proc/self/fd/{file}", name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=True)
 
 
-def _lock(file):
+def _lock(file: int) -> bool:
     """Hold a file's advisory lock as long as it is open; False if somebody else holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +152,7 @@ def _lock(file):
     return True
 
 
-def _remove_abandoned(folder):
+def _remove_abandoned(folder: int) -> None:
     """Remove temporary files whose writers are gone."""
     for name in os.listdir(folder):
         if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
@@ -161,7 +166,7 @@ def _remove_abandoned(folder):
                 os.close(file)
 
 
-def _sync_folder(folder):
+def _sync_folder(folder: int) -> None:
     try:
         os.fsync(folder)
     except OSError as error:

@@ -1,15 +1,28 @@
 """Files that keep their digest while they are written or read."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NoReturn
 
+from mojolearn.checkpoint._entries import Path
+from mojolearn.checkpoint._pipeline import Pipeline
 from mojolearn.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["HashingReader", "HashingWriter", "naming", "opened"]
 
+
+# Bytes that take longer to hash than it takes to hand them to a thread.
+_WORTH_A_THREAD = 1 << 17
 
 # Bytes after which the disk is put to work, so that the wait at the end is short.
 _WRITE_BACK = 32 << 20
@@ -30,33 +43,45 @@ class HashingWriter:
         Bytes written so far.
     """
 
-    def __init__(self, file, pipeline):
+    def __init__(self, file: int, pipeline: Pipeline) -> None:
         self._file = file
         self._pipeline = pipeline
-        self._syncing = None
+        self._syncing: Future[None] | None = None
         self._next_sync = _WRITE_BACK
         self.digest = hashlib.sha256()
         self.position = 0
 
-    def write(self, *pieces):
+    def write(self, *pieces: Buffer) -> None:
         """Write and hash all of some bytes-like objects."""
         views = [memoryview(piece).cast("B") for piece in pieces]
-        for view in views:
-            self.digest.update(view)
-        while views:
-            written = os.writev(self._file, views)
-            self.position += written
-            while views and written >= len(views[0]):
-                written -= len(views.pop(0))
-            if written:
-                views[0] = views[0][written:]
+        if sum(map(len, views)) < _WORTH_A_THREAD:
+            self._hash(views)
+            self._write(views)
+        else:
+            hashing = self._pipeline.on_hash_thread(self._hash, views)
+            self._write(views)
+            hashing.result()
+        self.position += sum(map(len, views))
         if self.position >= self._next_sync:
             self._next_sync = self.position + _WRITE_BACK
             self.settle()
             sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
             self._syncing = self._pipeline.on_disk_thread(sync, self._file)
 
-    def settle(self):
+    def _hash(self, views: list[memoryview]) -> None:
+        for view in views:
+            self.digest.update(view)
+
+    def _write(self, views: list[memoryview]) -> None:
+        views = list(views)
+        while views:
+            written = os.writev(self._file, views)
+            while views and written >= len(views[0]):
+                written -= len(views.pop(0))
+            if written:
+                views[0] = views[0][written:]
+
+    def settle(self) -> None:
         """Wait for the disk. An error that it reports is raised here, and only here: the system tells it once."""
         if self._syncing is not None:
             syncing, self._syncing = self._syncing, None
@@ -76,13 +101,13 @@ class HashingReader:
     position, size : int
     """
 
-    def __init__(self, file):
+    def __init__(self, file: int) -> None:
         self._file = file
         self.digest = hashlib.sha256()
         self.position = 0
         self.size = os.fstat(file).st_size
 
-    def take(self, count, what):
+    def take(self, count: int, what: str) -> bytes:
         """The next `count` bytes; `what` they are is named in the error if the file ends before."""
         if count > self.size - self.position:  # before memory is taken
             self._ended(what)
@@ -90,7 +115,7 @@ class HashingReader:
         self.fill(data, what)
         return bytes(data)
 
-    def fill(self, buffer, what):
+    def fill(self, buffer: Buffer, what: str) -> None:
         """Read the next bytes into a writable buffer."""
         view = memoryview(buffer).cast("B")
         if len(view) > self.size - self.position:
@@ -104,19 +129,19 @@ class HashingReader:
             self.position += count
         self.digest.update(view)
 
-    def peek(self, count, position, what):
+    def peek(self, count: int, position: int, what: str) -> bytes:
         """`count` bytes from anywhere, without moving on."""
         data = os.pread(self._file, count, position)
         if len(data) < count:
             self._ended(what)
         return data
 
-    def _ended(self, what):
+    def _ended(self, what: str) -> NoReturn:
         raise CheckpointError(f"the file ends within {what}")
 
 
 @contextlib.contextmanager
-def opened(path):
+def opened(path: Path) -> Iterator[HashingReader]:
     """Open a checkpoint for reading.
 
     Parameters
@@ -142,7 +167,7 @@ def opened(path):
 
 
 @contextlib.contextmanager
-def naming(path):
+def naming(path: Path) -> Iterator[None]:
     """Put the file's name before the message of a CheckpointError."""
     try:
         yield

@@ -1,13 +1,18 @@
 """JSON text that can be trusted: canonical on the way out, strict and bounded on the way in."""
 
+from __future__ import annotations
+
 import json
 import math
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from mojolearn.errors import CheckpointError
 
 __all__ = ["MAX_DEPTH", "canonical", "check_plain", "nesting", "parse", "structure"]
+
+Number = TypeVar("Number", int, float)
 
 # Deeper than any header, far below the depth at which a parser's recursion could fail.
 MAX_DEPTH = 64
@@ -19,7 +24,7 @@ _STRUCTURE = b"[]{},"
 _NOT_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
 
 
-def canonical(value):
+def canonical(value: Any) -> bytes:
     """The one text of a JSON value: keys sorted, no spaces, ASCII, no NaN.
 
     Parameters
@@ -35,7 +40,7 @@ def canonical(value):
     return text.encode("ascii")
 
 
-def check_plain(value, name, depth=0):
+def check_plain(value: Any, name: str, depth: int = 0) -> None:
     """Refuse what JSON would change or could not hold.
 
     Parameters
@@ -74,7 +79,7 @@ def check_plain(value, name, depth=0):
         raise TypeError(f"{name} must hold dicts, lists, strings, numbers, booleans and None, got {kind.__name__}")
 
 
-def structure(text):
+def structure(text: bytes) -> bytes:
     """The brackets and commas of a JSON text that stand outside of strings.
 
     Parameters
@@ -91,7 +96,7 @@ def structure(text):
     return b"".join(piece.translate(None, _NOT_STRUCTURE) for piece in text.split(b'"')[::2])
 
 
-def nesting(marks):
+def nesting(marks: bytes) -> int:
     """How deep the brackets of a `structure` nest."""
     steps = np.zeros(256, np.int8)
     steps[list(b"[{")] = 1
@@ -99,7 +104,7 @@ def nesting(marks):
     return int(np.cumsum(steps[np.frombuffer(marks, np.uint8)], dtype=np.int32).max(initial=0))
 
 
-def parse(text, what, max_marks, exact_numbers=False):
+def parse(text: bytes, what: str, max_marks: int, exact_numbers: bool = False) -> Any:
     """Parse a JSON text of unknown origin.
 
     Parameters
@@ -131,7 +136,7 @@ def parse(text, what, max_marks, exact_numbers=False):
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{what} is nested {depth} levels deep, more than {MAX_DEPTH}")
 
-    def unique(pairs):
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             keys = [key for key, _ in pairs]
@@ -139,21 +144,21 @@ def parse(text, what, max_marks, exact_numbers=False):
             raise CheckpointError(f"{what} has the key {twice!r} twice in one object")
         return found
 
-    def refuse(name):
+    def refuse(name: str) -> NoReturn:
         raise CheckpointError(f"{what} holds {name}, which is not JSON")
 
-    def finite(digits):
+    def finite(digits: str) -> float:
         value = float(digits)
         if not math.isfinite(value):
             raise CheckpointError(f"{what} holds the number {digits}, which is too large")
         return exact(value, digits)
 
-    def integer(digits):
+    def integer(digits: str) -> int:
         if len(digits) > _MAX_DIGITS:
             raise CheckpointError(f"{what} holds an integer of {len(digits)} digits")
         return exact(int(digits), digits)
 
-    def exact(value, digits):
+    def exact(value: Number, digits: str) -> Number:
         if exact_numbers and repr(value) != digits:
             raise CheckpointError(f"{what} holds the number {digits}, which should be written {value!r}")
         return value

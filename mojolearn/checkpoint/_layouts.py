@@ -1,14 +1,21 @@
 """Which layout a file has, and the options that writers share."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from mojolearn.checkpoint import archive, stream_v2
+from mojolearn.checkpoint._entries import Reader
+from mojolearn.checkpoint._files import HashingReader
 from mojolearn.checkpoint._json import check_plain
+from mojolearn.checkpoint._pipeline import Pipeline
 from mojolearn.checkpoint.json_v1 import JsonReader
 from mojolearn.errors import CheckpointError
 
 __all__ = ["check_extra", "check_level", "make_reader"]
 
 
-def make_reader(file, pipeline):
+def make_reader(file: HashingReader, pipeline: Pipeline) -> Reader:
     """The reader for a file's layout, which its first bytes tell; its name does not matter.
 
     Parameters
@@ -30,7 +37,7 @@ def make_reader(file, pipeline):
     return JsonReader(file)
 
 
-def check_level(level):
+def check_level(level: int | None) -> int:
     """A zstd level, or the default for None."""
     if level is None:
         return archive.DEFAULT_LEVEL
@@ -41,7 +48,7 @@ def check_level(level):
     return level
 
 
-def check_extra(extra):
+def check_extra(extra: dict[str, Any] | None) -> None:
     """Refuse an `extra` that would not come back as it is."""
     if extra is None:
         return

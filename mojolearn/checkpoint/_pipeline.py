@@ -1,10 +1,19 @@
 """Overlap hashing, compressing and disk: work handed to threads, results taken in order, little held at once."""
 
+from __future__ import annotations
+
+import hashlib
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice, starmap
+from typing import Any, TypeVar
+
+from mojolearn.checkpoint._entries import Bytes
 
 __all__ = ["Pipeline"]
+
+Result = TypeVar("Result")
 
 # Compressing and joining planes; hashing and the disk have a thread each because a digest is one chain and the disk
 # makes one wait.
@@ -26,35 +35,39 @@ class Pipeline:
 
     slots = _AHEAD + 2
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._workers = ThreadPoolExecutor(_WORKERS, "mojolearn-checkpoint")
         self._hasher = ThreadPoolExecutor(1, "mojolearn-digest")
         self._disk = ThreadPoolExecutor(1, "mojolearn-disk")
 
-    def __enter__(self):
+    def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def close(self):
+    def close(self) -> None:
         """End the threads."""
         self._workers.shutdown(cancel_futures=True)
         self._hasher.shutdown(cancel_futures=True)
         self._disk.shutdown(cancel_futures=True)
 
-    def on_disk_thread(self, function, *args):
+    def on_hash_thread(self, function: Callable[..., None], *args: Any) -> Future[None]:
+        """Start a call that adds to a digest; returns its future."""
+        return self._hasher.submit(function, *args)
+
+    def on_disk_thread(self, function: Callable[..., None], *args: Any) -> Future[None]:
         """Start a call that waits for the disk; returns its future."""
         return self._disk.submit(function, *args)
 
-    def map(self, function, arguments):
+    def map(self, function: Callable[..., Result], arguments: Iterable[tuple[Any, ...]]) -> Iterator[Result]:
         """Results of ``function(*args)`` for each args of an iterable, in order, worked on a few at a time."""
         arguments = iter(arguments)
         first = list(islice(arguments, 2))
         if len(first) < 2:  # nothing to overlap
             yield from starmap(function, first)
             return
-        pending = deque()
+        pending: deque[Future[Result]] = deque()
         for args in chain(first, arguments):
             pending.append(self._workers.submit(function, *args))
             if len(pending) >= _AHEAD:
@@ -62,7 +75,7 @@ class Pipeline:
         while pending:
             yield pending.popleft().result()
 
-    def hashed(self, digest, parts):
+    def hashed(self, digest: hashlib._Hash, parts: Iterable[Bytes]) -> Iterator[Bytes]:
         """Pass byte arrays through while a thread adds them to a digest.
 
         Parameters
@@ -79,7 +92,7 @@ class Pipeline:
         for part in parts:
             if adding is not None:
                 adding.result()
-            adding = self._hasher.submit(digest.update, part)
+            adding = self.on_hash_thread(digest.update, part)
             yield part
         if adding is not None:
             adding.result()

@@ -3,14 +3,20 @@
 ``docs/formats.md`` is the normative description.
 """
 
+from __future__ import annotations
+
 import hashlib
 import struct
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import zstandard
 
-from mojolearn.checkpoint._entries import ArrayEntry, as_bytes
+from mojolearn.checkpoint._entries import ArrayEntry, Bytes, State, as_bytes
+from mojolearn.checkpoint._files import HashingReader, HashingWriter
 from mojolearn.checkpoint._json import canonical, parse
+from mojolearn.checkpoint._pipeline import Pipeline
 from mojolearn.checkpoint._planes import join_planes, split_planes
 from mojolearn.errors import CheckpointError
 
@@ -43,12 +49,12 @@ _TRAILER_BYTES = len(END) + _SIZE.size + _DIGEST_BYTES
 _FRAME_MIN = 4 + 1 + 1 + 3 + _CHECKSUM_BYTES
 
 
-def _frame_max(nbytes):
+def _frame_max(nbytes: int) -> int:
     """Most bytes of a frame that holds `nbytes`, stored uncompressed if need be."""
     return nbytes + (nbytes >> 7) + 64
 
 
-def _compressor(level):
+def _compressor(level: int) -> zstandard.ZstdCompressor:
     # Matches shorter than 7 bytes are chance in a plane of exponents and cost more than they save against plain
     # entropy coding, so they are not looked for; for the same reason a tiny table is as good as a big one.
     tuned = {"min_match": 7}
@@ -60,14 +66,14 @@ def _compressor(level):
     return zstandard.ZstdCompressor(compression_params=parameters)
 
 
-def _encode(data, planes, level):
+def _encode(data: Bytes, planes: Bytes, level: int) -> list[bytes]:
     """Frames of one chunk, one per byte plane; `planes` is room to work in."""
     split_planes(data, planes)
     compressor = _compressor(level)
     return [compressor.compress(plane) for plane in planes]
 
 
-def _decode(frames, what, out):
+def _decode(frames: list[Bytes], what: str, out: Bytes) -> Bytes:
     """The elements of one chunk, from its frames."""
     size = len(out) // len(frames)
     decompressor = zstandard.ZstdDecompressor()
@@ -111,7 +117,16 @@ class ArchiveWriter:
         The header or `extra` is larger than a reader accepts.
     """
 
-    def __init__(self, file, pipeline, kind, state, entries, extra, level):
+    def __init__(
+        self,
+        file: HashingWriter,
+        pipeline: Pipeline,
+        kind: str,
+        state: State,
+        entries: list[ArrayEntry],
+        extra: State | None,
+        level: int,
+    ) -> None:
         self._file = file
         self._pipeline = pipeline
         self._entries = iter(entries)
@@ -136,7 +151,7 @@ class ArchiveWriter:
         if text is not None:
             self._section(np.frombuffer(text, np.uint8), 1)
 
-    def add(self, array):
+    def add(self, array: np.ndarray) -> None:
         """Write the next array.
 
         Parameters
@@ -153,7 +168,7 @@ class ArchiveWriter:
             )
         self._section(as_bytes(array), entry.itemsize)
 
-    def finish(self):
+    def finish(self) -> str:
         """Write the end. Returns the hexadecimal SHA-256 of the whole file."""
         missing = next(self._entries, None)
         if missing is not None:
@@ -164,20 +179,22 @@ class ArchiveWriter:
         file.settle()
         return file.digest.hexdigest()
 
-    def _section(self, data, itemsize):
+    def _section(self, data: Bytes, itemsize: int) -> None:
         content = hashlib.sha256()
         step = CHUNK_ELEMENTS * itemsize
         rooms = [np.empty(min(step, len(data)), np.uint8) for _ in range(self._pipeline.slots)]
 
-        def jobs():
+        def jobs() -> Iterator[tuple[Bytes, Bytes, int]]:
             for index, start in enumerate(range(0, len(data), step)):
                 chunk = data[start : start + step]
                 yield chunk, rooms[index % len(rooms)][: len(chunk)].reshape(itemsize, -1), self._level
 
         for frames in self._pipeline.map(_encode, jobs()):
+            pieces = []
             for frame in frames:
                 content.update(frame[-_CHECKSUM_BYTES:])
-                self._file.write(_LENGTH.pack(len(frame)), frame)
+                pieces += [_LENGTH.pack(len(frame)), frame]
+            self._file.write(*pieces)
         self._file.write(content.digest())
 
 
@@ -204,7 +221,7 @@ class ArchiveReader:
 
     layout = "archive"
 
-    def __init__(self, file, pipeline):
+    def __init__(self, file: HashingReader, pipeline: Pipeline) -> None:
         self._file = file
         self._pipeline = pipeline
         self._turns = range(pipeline.slots)
@@ -223,7 +240,7 @@ class ArchiveReader:
         self._spans = self._walk()
         self.extra = None if extra is None else self._read_extra()
 
-    def _read_header(self):
+    def _read_header(self) -> dict[str, Any]:
         file = self._file
         magic = file.take(len(MAGIC), "the magic number")
         if magic != MAGIC:
@@ -255,13 +272,13 @@ class ArchiveReader:
                 raise CheckpointError(f"extra is {extra['nbytes']} bytes of JSON, not between 1 and {EXTRA_LIMIT}")
         return header
 
-    def _chunks(self, entry):
+    def _chunks(self, entry: ArrayEntry) -> Iterator[int]:
         """Sizes in bytes of the chunks of an array."""
         step = self._chunk_elements * entry.itemsize
         for start in range(0, entry.nbytes, step):
             yield min(step, entry.nbytes - start)
 
-    def _walk(self):
+    def _walk(self) -> list[tuple[int, int]]:
         """Follow the lengths through the file to its end; returns where each section starts and ends."""
         file = self._file
         position, size = file.position, file.size
@@ -294,7 +311,7 @@ class ArchiveReader:
             )
         return spans
 
-    def parts(self, entry, target=None):
+    def parts(self, entry: ArrayEntry, target: Bytes | None = None) -> Iterator[Bytes]:
         """Read one array; arrays that were not asked for before it are passed over.
 
         Parameters
@@ -316,7 +333,7 @@ class ArchiveReader:
         """
         yield from self._section(self._first + self.entries.index(entry), target)
 
-    def _section(self, index, target):
+    def _section(self, index: int, target: Bytes | None) -> Iterator[Bytes]:
         entry, (start, _) = self._sections[index], self._spans[index]
         if self._file.position > start:
             raise ValueError(f"array {entry.name} must be read before those that follow it")
@@ -328,7 +345,7 @@ class ArchiveReader:
         rooms = [np.empty(entry.itemsize * _frame_max(step // entry.itemsize), np.uint8) for _ in self._turns]
         parts = None if target is not None else [np.empty(step, np.uint8) for _ in self._turns]
 
-        def jobs():
+        def jobs() -> Iterator[tuple[list[Bytes], str, Bytes]]:
             start = 0
             for index, nbytes in enumerate(self._chunks(entry)):
                 turn = index % len(rooms)
@@ -348,21 +365,21 @@ class ArchiveReader:
         if self._file.take(_DIGEST_BYTES, f"the digest of {what}") != content.digest():
             raise CheckpointError(f"{what} does not match its digest")
 
-    def digests(self):
+    def digests(self) -> dict[str, str]:
         """Stated digests of the arrays as ``{name: hexadecimal}``, without reading the arrays."""
         return {
             entry.name: self._file.peek(_DIGEST_BYTES, end - _DIGEST_BYTES, f"the digest of array {entry.name}").hex()
             for entry, (_, end) in zip(self.entries, self._spans[self._first :], strict=True)
         }
 
-    def stored(self):
+    def stored(self) -> dict[str, int]:
         """Sizes of the arrays in the file as ``{name: bytes}``."""
         return {
             entry.name: end - start
             for entry, (start, end) in zip(self.entries, self._spans[self._first :], strict=True)
         }
 
-    def finish(self):
+    def finish(self) -> str:
         """Pass over what is left and check the digest of the whole file, which is returned."""
         self._pass_over(self._file.size - _DIGEST_BYTES)
         expected = self._file.digest.digest()
@@ -370,11 +387,11 @@ class ArchiveReader:
             raise CheckpointError("the file does not match its digest")
         return self._file.digest.hexdigest()
 
-    def _pass_over(self, position):
+    def _pass_over(self, position: int) -> None:
         while self._file.position < position:
             self._file.take(min(1 << 20, position - self._file.position), "the arrays")
 
-    def _read_extra(self):
+    def _read_extra(self) -> State:
         data = np.empty(self._sections[0].nbytes, np.uint8)
         for _ in self._section(0, data):
             pass

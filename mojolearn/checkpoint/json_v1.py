@@ -1,10 +1,15 @@
 """The older layout: one JSON text with the arrays in hexadecimal digits. It is read, never written."""
 
+from __future__ import annotations
+
 import hashlib
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from mojolearn.checkpoint._entries import TRAINING_ARRAYS, ArrayEntry, is_digest
+from mojolearn.checkpoint._entries import TRAINING_ARRAYS, ArrayEntry, Bytes, State, is_digest
+from mojolearn.checkpoint._files import HashingReader
 from mojolearn.checkpoint._json import canonical, parse
 from mojolearn.errors import CheckpointError
 
@@ -22,17 +27,17 @@ class JsonReader:
 
     layout = "json"
     kind = "training"
-    extra = None
+    extra: State | None = None
 
-    def __init__(self, file):
+    def __init__(self, file: HashingReader) -> None:
         self._file = file
         if file.size > FILE_LIMIT:
             raise CheckpointError(f"not an archive, and {file.size} bytes are too many for a JSON checkpoint")
         payload = self._read_payload()
         arrays = {name: payload.pop(name, None) for name in TRAINING_ARRAYS}
         self.state = payload
-        self.entries = []
-        self._digits = {}
+        self.entries: list[ArrayEntry] = []
+        self._digits: dict[str, str] = {}
         for name, found in arrays.items():
             what = f"array {name}"
             if not isinstance(found, dict) or set(found) != {"dtype", "shape", "hex"}:
@@ -48,7 +53,7 @@ class JsonReader:
                 raise CheckpointError(f"{what} has {len(digits)} hexadecimal digits, an odd number")
             self._digits[name] = digits
 
-    def _read_text(self):
+    def _read_text(self) -> bytes:
         text = self._file.take(self._file.size, "the text")
         if not text.startswith(b"{"):
             raise CheckpointError("not a checkpoint: neither an archive nor JSON")
@@ -59,7 +64,7 @@ class JsonReader:
             raise CheckpointError("the text holds a backslash, which this layout does not use")
         return text
 
-    def _read_payload(self):
+    def _read_payload(self) -> State:
         # Handed over, not kept: the text takes as much memory as the values in it.
         envelope = parse(self._read_text(), "the text", MARKS, exact_numbers=True)
         if set(envelope) != {"payload", "payload_sha256", "schema"}:
@@ -77,7 +82,7 @@ class JsonReader:
             raise CheckpointError("the payload does not match its digest")
         return payload
 
-    def parts(self, entry, target=None):
+    def parts(self, entry: ArrayEntry, target: Bytes | None = None) -> Iterator[Bytes]:
         """Decode one array."""
         digits = self._digits[entry.name]
         for start in range(0, entry.nbytes, _PART):
@@ -92,7 +97,7 @@ class JsonReader:
             piece[:] = np.frombuffer(data, np.uint8)
             yield piece
 
-    def digests(self):
+    def digests(self) -> dict[str, str]:
         """Digests of the arrays as ``{name: hexadecimal}``; the layout states none, so they are computed."""
         found = {}
         for entry in self.entries:
@@ -102,16 +107,16 @@ class JsonReader:
             found[entry.name] = digest.hexdigest()
         return found
 
-    def stored(self):
+    def stored(self) -> dict[str, int]:
         """Sizes of the arrays in the file as ``{name: bytes}``."""
         return {name: len(digits) for name, digits in self._digits.items()}
 
-    def finish(self):
+    def finish(self) -> str:
         """Nothing is left to check. Returns the digest of the whole file."""
         return self._file.digest.hexdigest()
 
 
-def _hash_canonical(digest, value, depth=0):
+def _hash_canonical(digest: hashlib._Hash, value: Any, depth: int = 0) -> None:
     """Add the canonical text of an object to a digest, one value at a time to keep memory low."""
     if not isinstance(value, dict) or depth > 2:
         digest.update(canonical(value))

@@ -1,12 +1,17 @@
 """The plain streamed archive, version 2: what the public GPU package of the same name writes, byte for byte."""
 
+from __future__ import annotations
+
 import hashlib
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 
-from mojolearn.checkpoint._entries import TRAINING_ARRAYS, ArrayEntry, as_bytes
+from mojolearn.checkpoint._entries import TRAINING_ARRAYS, ArrayEntry, Bytes, State, as_bytes
+from mojolearn.checkpoint._files import HashingReader, HashingWriter
 from mojolearn.checkpoint._json import canonical, parse
+from mojolearn.checkpoint._pipeline import Pipeline
 from mojolearn.errors import CheckpointError
 
 __all__ = ["MAGIC", "StreamReader", "write_stream"]
@@ -21,7 +26,7 @@ _DIGEST_BYTES = 32
 _PART = 1 << 20
 
 
-def write_stream(file, pipeline, state):
+def write_stream(file: HashingWriter, pipeline: Pipeline, state: State) -> str:
     """Write a training state.
 
     Parameters
@@ -66,9 +71,9 @@ class StreamReader:
 
     layout = "v2"
     kind = "training"
-    extra = None
+    extra: State | None = None
 
-    def __init__(self, file, pipeline):
+    def __init__(self, file: HashingReader, pipeline: Pipeline) -> None:
         self._file = file
         self._pipeline = pipeline
         file.take(len(MAGIC), "the magic number")
@@ -95,14 +100,14 @@ class StreamReader:
             raise CheckpointError(f"the header describes a file of {expected} bytes, but it has {file.size}")
         self._next = 0
 
-    def parts(self, entry, target=None):
+    def parts(self, entry: ArrayEntry, target: Bytes | None = None) -> Iterator[Bytes]:
         """Read one array, after checking those before it that were not asked for."""
         while self._next < self.entries.index(entry):
             for _ in self.parts(self.entries[self._next]):
                 pass
         self._next += 1
 
-        def pieces():
+        def pieces() -> Iterator[Bytes]:
             for start in range(0, entry.nbytes, _PART):
                 nbytes = min(_PART, entry.nbytes - start)
                 piece = np.empty(nbytes, np.uint8) if target is None else target[start : start + nbytes]
@@ -114,15 +119,15 @@ class StreamReader:
         if digest.hexdigest() != entry.sha256:
             raise CheckpointError(f"array {entry.name} does not match its digest")
 
-    def digests(self):
+    def digests(self) -> dict[str, str]:
         """Stated digests of the arrays as ``{name: hexadecimal}``."""
         return {entry.name: entry.sha256 for entry in self.entries}
 
-    def stored(self):
+    def stored(self) -> dict[str, int]:
         """Sizes of the arrays in the file as ``{name: bytes}``."""
         return {entry.name: entry.nbytes for entry in self.entries}
 
-    def finish(self):
+    def finish(self) -> str:
         """Check the arrays that were not read. Returns the digest of the whole file."""
         while self._next < len(self.entries):
             for _ in self.parts(self.entries[self._next]):

@@ -1,8 +1,12 @@
 """Does what a file says about a model fit together: schema, profile, mode, configuration, registry, sizes."""
 
-import math
+from __future__ import annotations
 
-from mojolearn.checkpoint._entries import TRAINING_ARRAYS
+import math
+from collections.abc import Collection, Iterable
+from typing import Any, TypeAlias
+
+from mojolearn.checkpoint._entries import TRAINING_ARRAYS, ArrayEntry, Reader, Registry, State
 from mojolearn.checkpoint._json import canonical
 from mojolearn.errors import CheckpointError
 
@@ -18,6 +22,9 @@ __all__ = [
     "weight_entries",
 ]
 
+# Name, dtype and shape of an array.
+Described: TypeAlias = tuple[str, str, tuple[int, ...]]
+
 STATE_SCHEMA = "mojolearn.samba-stack-state.v1"
 WEIGHTS_SCHEMA = "mojolearn.samba-weights.v1"
 PROFILE = "mojolearn.samba-stack.fp32.v1"
@@ -31,14 +38,14 @@ _OPTIMIZER_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 _SCHEDULES = ("constant", "linear", "cosine")
 
 
-def check_reader(reader):
+def check_reader(reader: Reader) -> Registry:
     """Check what a file says, whatever its kind; returns the registry."""
     if reader.kind == "training":
         return check_training(reader.state, reader.entries, known_keys_only=reader.layout == "archive")
     return check_weights(reader.state, reader.entries)
 
 
-def check_training(state, entries, known_keys_only):
+def check_training(state: State, entries: list[ArrayEntry], known_keys_only: bool) -> Registry:
     """Check a training state without looking at the arrays' values.
 
     Parameters
@@ -86,7 +93,7 @@ def check_training(state, entries, known_keys_only):
     return registry
 
 
-def check_weights(state, entries):
+def check_weights(state: State, entries: list[ArrayEntry]) -> Registry:
     """Check what an inference archive says about its model.
 
     Parameters
@@ -112,7 +119,7 @@ def check_weights(state, entries):
     return registry
 
 
-def check_config(config, registry=None, most_layers=None):
+def check_config(config: Any, registry: list[Any] | None = None, most_layers: int | None = None) -> Registry:
     """Check a configuration.
 
     Parameters
@@ -146,7 +153,7 @@ def check_config(config, registry=None, most_layers=None):
     return expected
 
 
-def weight_entries(registry, weight_format, packed):
+def weight_entries(registry: Registry, weight_format: str, packed: Collection[str]) -> list[Described]:
     """The arrays of an inference archive.
 
     Parameters
@@ -172,7 +179,7 @@ def weight_entries(registry, weight_format, packed):
     return expected
 
 
-def _check_mode(state):
+def _check_mode(state: State) -> None:
     from mojolearn._numerics import DETERMINISTIC_PROFILES, MODE_NAMES
 
     mode = state["numeric_mode"]
@@ -195,7 +202,7 @@ def _check_mode(state):
         raise CheckpointError(f"deterministic_profile.n_shards is {profile['n_shards']!r}, not a positive integer")
 
 
-def _check_registry(registry, expected):
+def _check_registry(registry: list[Any], expected: Registry) -> None:
     if len(registry) != len(expected):
         raise CheckpointError(f"registry has {len(registry)} entries, but the config makes {len(expected)}")
     offset = 0
@@ -207,7 +214,7 @@ def _check_registry(registry, expected):
         offset += size
 
 
-def _check_entries(entries, expected):
+def _check_entries(entries: list[ArrayEntry], expected: list[Described]) -> None:
     found = [(entry.name, entry.dtype, entry.shape) for entry in entries]
     for i, wanted in enumerate(expected):
         if i >= len(found):
@@ -220,7 +227,7 @@ def _check_entries(entries, expected):
         raise CheckpointError(f"there is an array more than the config makes: {found[len(expected)][0]}")
 
 
-def _check_optimizer(optimizer):
+def _check_optimizer(optimizer: Any) -> None:
     _check_object(optimizer, "optimizer", ("kind", *_OPTIMIZER_NUMBERS, "max_norm", "accumulation_steps"))
     _check_equal(optimizer["kind"], "adamw", "optimizer.kind")
     for name in _OPTIMIZER_NUMBERS:
@@ -230,7 +237,7 @@ def _check_optimizer(optimizer):
     _check_count(optimizer["accumulation_steps"], "optimizer.accumulation_steps", 2**31 - 1, low=1)
 
 
-def _check_schedule(schedule):
+def _check_schedule(schedule: Any) -> None:
     if schedule is None:
         return
     _check_object(schedule, "schedule", ("kind", "peak_lr", "min_lr", "warmup_steps", "total_steps"))
@@ -243,7 +250,7 @@ def _check_schedule(schedule):
         _check_count(schedule["total_steps"], "schedule.total_steps", 2**63 - 1)
 
 
-def _check_object(value, name, keys):
+def _check_object(value: Any, name: str, keys: Iterable[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{name} is not an object")
     missing = [key for key in keys if key not in value]
@@ -252,20 +259,20 @@ def _check_object(value, name, keys):
     return value
 
 
-def _check_equal(value, wanted, name):
+def _check_equal(value: Any, wanted: str, name: str) -> None:
     if value != wanted:
         raise CheckpointError(f"{name} is {value!r}, not {wanted!r}")
 
 
-def _is_count(value):
+def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _check_count(value, name, high, low=0):
+def _check_count(value: Any, name: str, high: int, low: int = 0) -> None:
     if not _is_count(value) or not low <= value <= high:
         raise CheckpointError(f"{name} is {value!r}, not an integer from {low} to {high}")
 
 
-def _check_number(value, name):
+def _check_number(value: Any, name: str) -> None:
     if type(value) not in (int, float) or not math.isfinite(value):
         raise CheckpointError(f"{name} is {value!r}, not a finite number")

@@ -1,22 +1,38 @@
 """Weights one tensor at a time: archives for inference, and the parameters of training checkpoints."""
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 
 from mojolearn.checkpoint import validate
 from mojolearn.checkpoint._atomic import replacing
-from mojolearn.checkpoint._entries import ArrayEntry, as_bytes, read_array
+from mojolearn.checkpoint._entries import ArrayEntry, Path, State, as_bytes, read_array
 from mojolearn.checkpoint._files import HashingWriter, naming, opened
 from mojolearn.checkpoint._json import check_plain
 from mojolearn.checkpoint._layouts import check_extra, check_level, make_reader
 from mojolearn.checkpoint._pipeline import Pipeline
 from mojolearn.checkpoint.archive import ArchiveWriter
 
-__all__ = ["WeightsReader", "save_weights"]
+__all__ = ["Tensor", "WeightsReader", "save_weights"]
+
+# A float32 array, bfloat16 bits, or int8 codes with their exponents.
+Tensor: TypeAlias = np.ndarray | tuple[np.ndarray, np.ndarray]
 
 
-def save_weights(path, config, tensors, format="float32", *, packed=None, level=None, extra=None):
+def save_weights(
+    path: Path,
+    config: State,
+    tensors: Iterable[tuple[str, Tensor]],
+    format: str = "float32",
+    *,
+    packed: Iterable[str] | None = None,
+    level: int | None = None,
+    extra: State | None = None,
+) -> str:
     """Write the weights of a model as an archive for inference, one tensor at a time.
 
     Parameters
@@ -116,7 +132,7 @@ class WeightsReader:
     ...     weights = dict(reader)
     """
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self._path = path
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(opened(path))
@@ -131,17 +147,17 @@ class WeightsReader:
         self.numeric_mode = reader.state.get("numeric_mode")
         self._started = False
 
-    def __enter__(self):
+    def __enter__(self) -> WeightsReader:
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def close(self):
+    def close(self) -> None:
         """Close the file."""
         self._resources.close()
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in registry order; only once.
 
         A float32 tensor is an array, a bfloat16 one its uint16 bits, an int8 one the pair of its int8 codes and int32
@@ -157,7 +173,7 @@ class WeightsReader:
                 yield from self._tensors()
             self._reader.finish()
 
-    def _tensors(self):
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         entries = iter(self._reader.entries)
         for entry in entries:
             array = read_array(self._reader, entry)
@@ -166,7 +182,7 @@ class WeightsReader:
             else:
                 yield entry.name, array
 
-    def _slices(self):
+    def _slices(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors cut out of the flat parameters."""
         parts = self._reader.parts(self._reader.entries[0])
         part = np.empty(0, np.uint8)
