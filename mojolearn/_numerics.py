@@ -1,13 +1,16 @@
 """Numeric mode and thread count: process-wide defaults, and what this build can do."""
 
+import functools
 import os
 import platform
 
 from mojolearn._arrays import as_index, describe
+from mojolearn._core._pool import FloatEnvironment
 
 __all__ = [
     "DETERMINISTIC_PROFILES",
     "MODE_NAMES",
+    "default_environment",
     "get_num_threads",
     "get_numeric_mode",
     "mode_index",
@@ -28,6 +31,20 @@ DETERMINISTIC_PROFILES = ("mojolearn.deterministic.v1",)
 _MAX_THREADS = 256  # size of the kernels' thread table
 
 _defaults = {"mode": None, "threads": None}
+
+
+def default_environment(function):
+    """Decorator: run in the default floating-point environment, whatever the caller has set, and restore the caller's.
+
+    Kernels see to this themselves. It is for functions that also round numbers in Python.
+    """
+
+    @functools.wraps(function)
+    def guarded(*args, **kwargs):
+        with FloatEnvironment():
+            return function(*args, **kwargs)
+
+    return guarded
 
 
 def mode_index(mode, name="numeric_mode"):

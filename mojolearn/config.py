@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mojolearn._arrays import as_index, as_real, describe
+from mojolearn._core._pool import FloatEnvironment
 
 __all__ = ["LAYER_KINDS", "SambaConfig"]
 
@@ -226,7 +227,8 @@ def _check_flag(value, name):
 def _round_float32(value, name):
     if value > float(np.finfo(np.float32).max):
         raise ValueError(f"{name} must be finite as a float32, got {value}")
-    return float(np.float32(value))
+    with FloatEnvironment():
+        return float(np.float32(value))
 
 
 def _complete_attention(checked):

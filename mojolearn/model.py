@@ -8,6 +8,7 @@ from mojolearn._arrays import as_ids, as_index, as_ragged_ids, describe
 from mojolearn._context import Context, WorkspacePool
 from mojolearn._core import layers as kernels
 from mojolearn._core import linalg
+from mojolearn._core._pool import FloatEnvironment
 from mojolearn._interrupt import deferred_interrupts
 from mojolearn._numerics import get_num_threads, mode_name
 from mojolearn.blocks import Mamba3Block, Mamba3State, TransformerBlock, TransformerState
@@ -25,8 +26,8 @@ IGNORE_INDEX = -100
 # The head works on as many tokens at a time as fit into one (tokens, vocab) buffer of this size.
 HEAD_BYTES = 256 << 20
 
-# A batch of more than twice this many tokens is done in segments of about this size with a carried state, which gives the
-# same bits: the activations then take little memory, and more of them stay in cache.
+# A batch of more than twice this many tokens is done in segments of about this size with a carried state, which gives
+# the same bits: the activations then take little memory, and more of them stay in cache.
 SEGMENT_TOKENS = 512
 
 _CHUNK = 64  # tokens of a Mamba-3 chunk; segments of whole chunks do no chunk twice
@@ -247,7 +248,8 @@ class SambaModel:
     def _context(self):
         workspace = self._workspaces.acquire()
         try:
-            yield Context(get_num_threads(), self._mode, workspace)
+            with FloatEnvironment():
+                yield Context(get_num_threads(), self._mode, workspace)
         finally:
             self._workspaces.give_back(workspace)
 

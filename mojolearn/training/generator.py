@@ -6,7 +6,7 @@ import numpy as np
 
 from mojolearn._arrays import as_float32, as_index, as_real, describe
 from mojolearn._core import layers
-from mojolearn._numerics import get_num_threads
+from mojolearn._numerics import default_environment, get_num_threads
 from mojolearn.errors import NonFiniteError, RandomStreamError
 
 __all__ = ["Generator"]
@@ -98,6 +98,7 @@ class Generator:
         counter = as_index(state["counter"], "state['counter']", 0, _MAX_STREAMS)
         self._seed, self._counter = seed, counter
 
+    @default_environment
     def uniform(self, shape, low=0.0, high=1.0):
         """Uniform values in [low, high).
 
@@ -123,6 +124,7 @@ class Generator:
             raise ValueError(f"high - low must be within the range of float32, got low {low} and high {high}")
         return self._draw(layers.uniform, shape, float(low32), float(span))
 
+    @default_environment
     def normal(self, shape, mean=0.0, std=1.0):
         """Normal values.
 
@@ -142,6 +144,7 @@ class Generator:
         std = _as_float32(as_real(std, "std", 0.0), "std")
         return self._draw(layers.normal, shape, float(mean), float(std))
 
+    @default_environment
     def kaiming_uniform(self, shape, fan_in, a=None):
         """Uniform initial weights with bound ``sqrt(2 / (1 + a**2)) * sqrt(3 / fan_in)``.
 
@@ -162,6 +165,7 @@ class Generator:
         bound = math.sqrt(2.0 / (1.0 + a * a)) * math.sqrt(3.0 / fan_in)
         return self.uniform(shape, -bound, bound)
 
+    @default_environment
     def kaiming_normal(self, shape, fan_in, gain=None):
         """Normal initial weights with standard deviation ``gain / sqrt(fan_in)``.
 
@@ -181,6 +185,7 @@ class Generator:
         gain = math.sqrt(2.0) if gain is None else as_real(gain, "gain", 0.0)
         return self.normal(shape, 0.0, gain / math.sqrt(fan_in))
 
+    @default_environment
     def xavier_uniform(self, shape, fan_in, fan_out, gain=1.0):
         """Uniform initial weights with bound ``gain * sqrt(6 / (fan_in + fan_out))``.
 
@@ -200,6 +205,7 @@ class Generator:
         bound = as_real(gain, "gain", 0.0) * math.sqrt(6.0 / fans)
         return self.uniform(shape, -bound, bound)
 
+    @default_environment
     def xavier_normal(self, shape, fan_in, fan_out, gain=1.0):
         """Normal initial weights with standard deviation ``gain * sqrt(2 / (fan_in + fan_out))``.
 
@@ -218,6 +224,7 @@ class Generator:
         fans = as_index(fan_in, "fan_in", 1) + as_index(fan_out, "fan_out", 1)
         return self.normal(shape, 0.0, as_real(gain, "gain", 0.0) * math.sqrt(2.0 / fans))
 
+    @default_environment
     def dropout(self, x, p, offset=0, stream=None):
         """Set elements to zero with probability `p` and divide the others by ``1 - p``.
 
@@ -262,6 +269,7 @@ class Generator:
             self._counter += 1
         return y, {"seed": self._seed, "stream": key_stream, "p": p, "scale": scale, "offset": offset}
 
+    @default_environment
     def dropout_backward(self, dy, key):
         """Gradient of `dropout`: the same mask and scale applied to `dy`.
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from mojolearn._arrays import as_float32, as_ids, as_index, as_real, describe
 from mojolearn._core import layers
-from mojolearn._numerics import get_num_threads
+from mojolearn._numerics import default_environment, get_num_threads
 from mojolearn.errors import NonFiniteError
 from mojolearn.training._inplace import as_writable_list
 
@@ -15,6 +15,7 @@ _MAX_ITEMS = 2**24  # the largest count up to which every integer is a float32
 _INT32 = np.iinfo(np.int32)
 
 
+@default_environment
 def cross_entropy(
     logits,
     targets,
@@ -135,6 +136,7 @@ def measure_clip(arrays, max_norm, threads):
     return total, layers.clip_coefficient(max_norm, total)
 
 
+@default_environment
 def clip_grad_norm_(grads, max_norm, norm_type=2.0, error_if_nonfinite=True):
     """Scale gradients in place so that their total L2 norm is at most `max_norm`.
 

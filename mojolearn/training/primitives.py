@@ -7,7 +7,7 @@ import numpy as np
 
 from mojolearn._arrays import as_float32, as_ids, as_index, as_real
 from mojolearn._core import layers, linalg
-from mojolearn._numerics import get_num_threads, mode_index
+from mojolearn._numerics import default_environment, get_num_threads, mode_index
 from mojolearn.errors import NonFiniteError
 
 __all__ = [
@@ -98,6 +98,7 @@ def embedding_backward(dy, ids, vocab):
     return dweight
 
 
+@default_environment
 def rms_norm_forward(x, weight, eps):
     """``weight * x / sqrt(mean(x**2) + eps)`` along the last axis.
 
@@ -120,6 +121,7 @@ def rms_norm_forward(x, weight, eps):
     return y.reshape(x.shape)
 
 
+@default_environment
 def rms_norm_backward(dy, x, weight, eps):
     """Gradients of `rms_norm_forward`.
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 from mojolearn._arrays import as_index, as_real, describe
+from mojolearn._numerics import default_environment
 
 __all__ = ["ConstantLR", "LRSchedule", "WarmupCosineLR", "WarmupLinearLR"]
 
@@ -23,6 +24,7 @@ _FAST_ERROR = 2.0**-44
 _MAX_STEP = 2**63 - 1
 
 
+@default_environment
 def _as_rate(value, name):
     """A learning rate as the float32 that is used, widened."""
     number = as_real(value, name, 0.0)
@@ -121,6 +123,7 @@ class LRSchedule:
         n = as_index(n, "n", 0)
         return array("f", self._values(1, n).tobytes())
 
+    @default_environment
     def _values(self, first, count):
         """float32 rates of `count` steps from step `first`."""
         rates = np.full(count, self._peak_lr, np.float32)
@@ -251,6 +254,7 @@ class ConstantLR(LRSchedule):
         super().__init__(peak_lr, warmup_steps, total_steps, min_lr)
         self._min_lr = 0.0
 
+    @default_environment
     def _values(self, first, count):
         rates = np.full(count, self._peak_lr, np.float32)
         rising = max(0, min(self._warmup_steps - first + 1, count))
