@@ -21,6 +21,7 @@ from mojolearn.config import SambaConfig
 from mojolearn.distributed import Comm, DataParallel, on_root
 from mojolearn.errors import CheckpointError, NonFiniteError, RandomStreamError
 from mojolearn.inference import check_names
+from mojolearn.interop import load_safetensors
 from mojolearn.model import IGNORE_INDEX, SambaModel
 from mojolearn.training import AdamW, ConstantLR, Generator, WarmupCosineLR, WarmupLinearLR
 
@@ -638,13 +639,15 @@ class SambaStack(SambaModel):
         return stack
 
     @classmethod
-    def from_safetensors(cls, path, **options):
+    def from_safetensors(cls, path, config=None, **options):
         """A fresh training start from a safetensors file of float32 or bfloat16 weights.
 
         Parameters
         ----------
         path : str or path-like
             The file; see `mojolearn.interop` for the names and metadata it must have.
+        config : SambaConfig or None, default None
+            For files whose metadata has no configuration. One that differs from the file's is refused.
         **options
             As for the constructor: `lr`, `lr_schedule`, `max_norm` and so on.
 
@@ -652,9 +655,7 @@ class SambaStack(SambaModel):
         -------
         SambaStack
         """
-        from mojolearn.interop import load_safetensors
-
-        config, weights = load_safetensors(path)
+        config, weights = load_safetensors(path, config)
         weights, _ = lowbit.unpack(weights)
         return cls(config, weights, **options)
 

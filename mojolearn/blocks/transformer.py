@@ -4,6 +4,7 @@ import numpy as np
 
 from mojolearn._arrays import as_float32, as_index, as_real, describe
 from mojolearn._core import attention, layers, linalg
+from mojolearn._numerics import default_environment
 from mojolearn.blocks._block import Block, block_weights
 from mojolearn.errors import CapacityError, NonFiniteError
 
@@ -216,6 +217,7 @@ class TransformerBlock(Block):
         block._setup(views, mode)
         return block
 
+    @default_environment
     def _shape(
         self,
         views,

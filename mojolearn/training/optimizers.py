@@ -10,7 +10,7 @@ from mojolearn._arrays import as_float32, as_index, as_real, describe
 from mojolearn._context import Workspace
 from mojolearn._core import layers
 from mojolearn._interrupt import deferred_interrupts
-from mojolearn._numerics import MODE_NAMES, get_num_threads, mode_index
+from mojolearn._numerics import MODE_NAMES, default_environment, get_num_threads, mode_index
 from mojolearn.errors import NonFiniteError
 from mojolearn.training._inplace import as_writable_list
 from mojolearn.training.accumulation import accumulate_grads, accumulation_is_aligned, is_power_of_two
@@ -109,6 +109,7 @@ class _Optimizer:
         size = self.exp_avg.size
         return f"<{type(self).__name__}: {size:,} parameters in {len(self.params)} arrays, step {self.t}, lr {self.lr}>"
 
+    @default_environment
     def step(self, grads, max_norm=None):
         """Update the parameters by one step.
 
