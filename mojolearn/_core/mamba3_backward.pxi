@@ -72,6 +72,13 @@ cdef void gate_backward(BackwardJob* job, Py_ssize_t row, Py_ssize_t head, Py_ss
     for i in range(real):
         token = row * shape.length + chunk * CHUNK + i
         at = token * shape.inner + head * HEAD
+        if i + 3 < real:
+            p = 0
+            while p < HEAD:      # the pieces of later rows are too far apart for the processor to guess
+                prefetch(job.proj + (token + 3) * shape.width + head * HEAD + p)
+                prefetch(job.dgate + at + 3 * shape.inner + p)
+                prefetch(job.skip + at + 3 * shape.inner + p)
+                p += 16
         p = 0
         while p < HEAD:
             z = vflush(vload(job.proj + token * shape.width + head * HEAD + p))
@@ -660,12 +667,8 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, co
                                            vmul(vmul(vmul(dscale, step), gate), vsub(one, gate))))
         t += vlanes
     n = token * shape.inner * 2 + head * STATE
-    if real == CHUNK:
-        transpose(s.dq, CHUNK, STATE, CHUNK, job.dC + n, shape.heads * STATE)
-        transpose(s.dk, CHUNK, STATE, CHUNK, job.dB + n, shape.heads * STATE)
-    else:
-        transpose_tokens(s.dq, STATE, 0, real, job.dC + n, shape.heads * STATE)
-        transpose_tokens(s.dk, STATE, 0, real, job.dB + n, shape.heads * STATE)
+    state_rows(s.dq, 0, real, job.dC + n, shape.heads * STATE)
+    state_rows(s.dk, 0, real, job.dB + n, shape.heads * STATE)
     transpose(s.dtheta, CHUNK, ANGLES, CHUNK, job.dtheta + item * (TALL // 4), ANGLES)
     p = 0
     while p < ANGLES:

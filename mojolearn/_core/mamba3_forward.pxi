@@ -420,16 +420,19 @@ cdef void keep_rows(MixJob* job, Py_ssize_t row, Py_ssize_t head, Py_ssize_t fir
     cdef Py_ssize_t heads = job.shape.heads, kept = real - first, t, at
     if job.new_qrot != NULL:
         at = (row * kept * heads + head) * STATE
-        transpose_tokens(s.qrot, STATE, first, real, job.new_qrot + at, heads * STATE)
-        transpose_tokens(s.krot, STATE, first, real, job.new_krot + at, heads * STATE)
+        state_rows(s.qrot, first, real, job.new_qrot + at, heads * STATE)
+        state_rows(s.krot, first, real, job.new_krot + at, heads * STATE)
         for t in range(first, real):
             at = (row * kept + t - first) * heads + head
+            flush_all(job.new_qrot + at * STATE, STATE)
+            flush_all(job.new_krot + at * STATE, STATE)
             memcpy(job.new_v + at * HEAD, s.v + t * HEAD, HEAD * sizeof(float))
             job.new_dt[at] = dt[t]
             job.new_sig[at] = sig[t]
             job.new_adt[at] = adt[t]
     if job.k_last != NULL:
-        transpose_tokens(s.krot, STATE, real - 1, real, job.k_last + (row * heads + head) * STATE, STATE)
+        state_rows(s.krot, real - 1, real, job.k_last + (row * heads + head) * STATE, STATE)
+        flush_all(job.k_last + (row * heads + head) * STATE, STATE)
         memcpy(job.v_last + (row * heads + head) * HEAD, s.v + (real - 1) * HEAD, HEAD * sizeof(float))
 
 

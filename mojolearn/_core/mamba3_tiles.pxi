@@ -18,6 +18,7 @@ cdef extern from *:
     #define MIX_COLUMNS (2 * W)
     #define ANGLE_VECTORS (32 / W)
     #define STATE_VECTORS (128 / W)
+    #define STATE_BLOCK (128 * W)
     #define STATE_LANES (2 * W)      /* chunks side by side in the serial sums over a state */
     #define CHAIN_VECTORS 8          /* chains in flight that hide the latency of a fused multiply-add */
     """
@@ -26,6 +27,7 @@ cdef extern from *:
         MIX_COLUMNS
         ANGLE_VECTORS
         STATE_VECTORS
+        STATE_BLOCK
         STATE_LANES
         CHAIN_VECTORS
 
@@ -168,21 +170,28 @@ cdef void flush_all(float* x, Py_ssize_t n) noexcept nogil:
         i += vlanes
 
 
-cdef void transpose_tokens(const float* x, Py_ssize_t rows, Py_ssize_t first, Py_ssize_t last, float* out,
-                           Py_ssize_t out_row) noexcept nogil:
-    """out[t - first, :rows] = x[:rows, t] for first <= t < last, flushed: columns of x become rows of out."""
+cdef void state_rows(const float* x, Py_ssize_t first, Py_ssize_t last, float* out, Py_ssize_t out_row) noexcept nogil:
+    """out[t - first] = x[:, t] for first <= t < last: columns of x (128, 64) become rows of ``out``.
+
+    By way of a buffer, because neighbouring rows of ``out`` are often a multiple of 4 KiB apart: stores that walk down
+    such a column throw each other out of the first-level cache.
+    """
+    cdef float buffer[STATE_BLOCK]
     cdef vf block[vlanes]
     cdef Py_ssize_t t = first - first % vlanes, n, r
     while t < last:
         n = 0
-        while n < rows:
+        while n < STATE:
             for r in range(vlanes):
                 block[r] = vload(x + (n + r) * CHUNK + t)
             vtranspose(block)
             for r in range(vlanes):
-                if first <= t + r < last:
-                    vstore(out + (t + r - first) * out_row + n, vflush(block[r]))
+                vstore(buffer + r * STATE + n, block[r])
             n += vlanes
+        for r in range(vlanes):
+            if first <= t + r < last:
+                for n in range(STATE_VECTORS):
+                    vstore(out + (t + r - first) * out_row + n * vlanes, vload(buffer + r * STATE + n * vlanes))
         t += vlanes
 
 
