@@ -22,7 +22,7 @@ from mojolearn.data import TokenDataset
 
 # Not the library itself: other people's packages, and tests, whose long tables are no prose of programs.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-STEPS = 1500
+STEPS = 2000
 VALID_WINDOWS = 256
 SEQ_LEN = 256
 

@@ -36,7 +36,7 @@ MASK64 = (1 << 64) - 1
 # A shuffled order without a table
 
 
-def _mix64(x: np.ndarray) -> np.ndarray:
+def _mix64(x: Any) -> Any:
     """The finalizer of SplitMix64 on uint64: every bit of the result depends on every bit of the argument."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -286,7 +286,7 @@ class TokenDataset:
         self._map = lru_cache(maxsize=OPEN_FILES)(lambda i: self._files[i].map())
         self._digest: str | None = None
 
-        total = self._ends[-1]
+        total: int = self._ends[-1]
         cut = total - int(total * self.valid_fraction)
         self._start, stop = (0, cut) if split == "train" else (cut, total)
         self.n_tokens = stop - self._start
@@ -319,7 +319,7 @@ class TokenDataset:
 
     def __len__(self) -> int:
         """Batches of an epoch, a last smaller one counted too."""
-        return -(-self.n_windows // self.batch_size)
+        return int(-(-self.n_windows // self.batch_size))
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ def generate(
     single, prompts = _as_prompts(prompt, vocab)
     count = as_index(max_new_tokens, "max_new_tokens", low=1)
     stops = _as_stops(stop, vocab)
-    draws = {
+    draws: dict[str, Any] = {
         "temperature": as_real(temperature, "temperature", low=0.0),
         "top_k": None if top_k is None else as_index(top_k, "top_k", low=1),
         "top_p": None if top_p is None else as_real(top_p, "top_p", low=0.0, high=1.0, low_open=True),

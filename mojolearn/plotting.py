@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from mojolearn._typing import WeightFormat
 from mojolearn.cli.run_folder import RunFolder
 
 __all__ = ["plot_runs", "plot_weights"]
 
 # Blue, orange, green, ... that stay apart for colour-blind readers (Okabe and Ito).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+PACKED_COLORS: tuple[tuple[WeightFormat, str], ...] = (("int8", COLORS[1]), ("bfloat16", COLORS[2]))
 PANELS = (
     ("loss", "loss (nats per token)", "linear"),
     ("bits_per_byte", "bits per byte", "linear"),
@@ -148,10 +150,13 @@ def plot_weights(weights: Mapping[str, np.ndarray], out: str | os.PathLike[str],
         row[0].hist(value.ravel(), bins=100, color=COLORS[0], log=True)
         row[0].set_title(f"{name}  {value.shape[0]} x {value.shape[1]}, rms {_rms(value):.3g}", fontsize="small")
         if errors:
-            for fmt, color in (("int8", COLORS[1]), ("bfloat16", COLORS[2])):
+            for fmt, color in PACKED_COLORS:
                 difference = lowbit.materialize_one(lowbit.pack_one(value, fmt, name), name) - value
                 label = f"{fmt}, rms {_rms(difference):.2g}"
-                row[1].hist(difference.ravel(), bins=100, color=color, log=True, alpha=0.7, label=label)
+                if difference.any():
+                    row[1].hist(difference.ravel(), bins=100, color=color, log=True, alpha=0.7, label=label)
+                else:
+                    row[1].plot([], [], color=color, label=f"{fmt}, exact")
             row[1].set_title("rounding error", fontsize="small")
             row[1].legend(frameon=False, fontsize="x-small")
         for axis in row:

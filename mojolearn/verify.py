@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ import numpy as np
 import mojolearn
 from mojolearn import _core, lowbit
 from mojolearn import training as training_module
+from mojolearn._typing import NumericMode, WeightFormat
 
 __all__ = ["checks_for", "verify"]
 
-MODES = ("identical", "deterministic")
+MODES: tuple[NumericMode, ...] = ("identical", "deterministic")
 THREADS = (1, 2, 3, 8)
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab": 101,
     "d_model": 64,
     "layers": ("mamba3", "attention", "mamba3"),
@@ -82,7 +84,7 @@ class _threads:
 # With models of our own
 
 
-def _new_stack(mode: str, accumulation_steps: int = 1) -> Any:
+def _new_stack(mode: NumericMode, accumulation_steps: int = 1) -> Any:
     return mojolearn.SambaStack(
         mojolearn.SambaConfig(**CONFIG),
         generator=training_module.Generator(2024),
@@ -106,7 +108,7 @@ def _training_digest(stack: Any) -> str:
     return digest(last, stack.flat, stack.optimizer.exp_avg, stack.optimizer.exp_avg_sq, counter)
 
 
-def _run_digest(mode: str, accumulation_steps: int = 1) -> str:
+def _run_digest(mode: NumericMode, accumulation_steps: int = 1) -> str:
     stack = _new_stack(mode, accumulation_steps)
     _train(stack, 0, STEPS)
     return _training_digest(stack)
@@ -162,7 +164,7 @@ def _check_shipped_lowbit() -> str:
     return ""
 
 
-def _check_threads(mode: str) -> str:
+def _check_threads(mode: NumericMode) -> str:
     results = []
     for count in THREADS:
         with _threads(count):
@@ -172,14 +174,14 @@ def _check_threads(mode: str) -> str:
     return results[0]
 
 
-def _check_micro_batches(mode: str) -> str:
+def _check_micro_batches(mode: NumericMode) -> str:
     whole = _run_digest(mode)
     for pieces in (2, 4):
         _same(f"training in {pieces} micro-batches", _run_digest(mode, pieces), whole)
     return whole
 
 
-def _check_resume(mode: str) -> str:
+def _check_resume(mode: NumericMode) -> str:
     whole = _run_digest(mode)
     stack = _new_stack(mode)
     _train(stack, 0, RESUMED_AT)
@@ -261,7 +263,8 @@ def _check_rows(model: Any) -> str:
 
 def _check_packed(model: Any) -> str:
     digests = []
-    for fmt in ("bfloat16", "int8"):
+    formats: tuple[WeightFormat, ...] = ("bfloat16", "int8")
+    for fmt in formats:
         packed = lowbit.pack(model.parameters(), fmt)
         mode = model.numeric_mode
         ids = _ids(model.config.vocab, 2, LENGTH)
@@ -294,13 +297,13 @@ def checks_for(checkpoint: Path | None) -> dict[str, tuple[str, Callable[[], str
     counts = ", ".join(map(str, THREADS))
     sets = [name for name in _core.BUILT if name in _core.AVAILABLE]
     checks: dict[str, tuple[str, Callable[[], str]]] = {
-        "instruction sets": (", ".join(sets), lambda: _check_instruction_sets(checkpoint)),
+        "instruction sets": (", ".join(sets), partial(_check_instruction_sets, checkpoint)),
     }
     if checkpoint is not None:
         model = _load(checkpoint)
-        checks["threads"] = (f"logits with {counts}", lambda: _check_model_threads(model))
-        checks["a step is a forward"] = ("steps and splits of a prefill", lambda: _check_steps(model))
-        checks["rows"] = ("alone, in a batch, padded", lambda: _check_rows(model))
+        checks["threads"] = (f"logits with {counts}", partial(_check_model_threads, model))
+        checks["a step is a forward"] = ("steps and splits of a prefill", partial(_check_steps, model))
+        checks["rows"] = ("alone, in a batch, padded", partial(_check_rows, model))
         return checks
 
     checks["shipped training runs"] = ("mode identical, public library's results", _check_shipped_training)
@@ -308,12 +311,12 @@ def checks_for(checkpoint: Path | None) -> dict[str, tuple[str, Callable[[], str
     for mode in MODES:
         stack = _new_stack(mode)
         checks |= {
-            f"threads, {mode}": (f"training with {counts}", lambda mode=mode: _check_threads(mode)),
-            f"micro-batches, {mode}": ("training in 1, 2 and 4 pieces", lambda mode=mode: _check_micro_batches(mode)),
-            f"resume, {mode}": (f"{STEPS} steps, stopped after {RESUMED_AT}", lambda mode=mode: _check_resume(mode)),
-            f"a step is a forward, {mode}": ("steps and splits of a prefill", lambda stack=stack: _check_steps(stack)),
-            f"rows, {mode}": ("alone, in a batch, padded", lambda stack=stack: _check_rows(stack)),
-            f"packed weights, {mode}": ("packed against unpacked", lambda stack=stack: _check_packed(stack)),
+            f"threads, {mode}": (f"training with {counts}", partial(_check_threads, mode)),
+            f"micro-batches, {mode}": ("training in 1, 2 and 4 pieces", partial(_check_micro_batches, mode)),
+            f"resume, {mode}": (f"{STEPS} steps, stopped after {RESUMED_AT}", partial(_check_resume, mode)),
+            f"a step is a forward, {mode}": ("steps and splits of a prefill", partial(_check_steps, stack)),
+            f"rows, {mode}": ("alone, in a batch, padded", partial(_check_rows, stack)),
+            f"packed weights, {mode}": ("packed against unpacked", partial(_check_packed, stack)),
         }
     checks["floating-point mode"] = ("of the caller, kept", _check_environment)
     return checks

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mojolearn._typing import NumericMode
 from mojolearn.cli._tokenizer import ByteText, TokenizerText
 from mojolearn.cli.run_folder import RunFolder
+
+SAFETENSORS = ".safetensors"
 
 
 class UsageError(Exception):
@@ -108,6 +111,42 @@ def checkpoint_file(path: str) -> Path:
     return newest
 
 
+def file_facts(file: Path, verify: bool = False) -> dict[str, Any]:
+    """What `checkpoint.inspect` tells of a checkpoint, and as much of that as a safetensors file holds."""
+    from mojolearn import checkpoint
+
+    if file.suffix != SAFETENSORS:
+        facts: dict[str, Any] = checkpoint.inspect(file, verify=verify)
+        return facts
+    from mojolearn.interop import SafetensorsReader
+
+    with SafetensorsReader(file) as reader:
+        if verify:
+            for _ in reader:
+                pass
+        config = reader.config
+        return {
+            "layout": "safetensors",
+            "kind": "inference",
+            "file_size": file.stat().st_size,
+            "config": config.to_dict(),
+            "num_parameters": config.num_parameters,
+            "weight_format": reader.format,
+            "tensors": [{"name": name, "shape": list(shape)} for name, shape in config.registry()],
+            "extra": reader.extra,
+            "verified": verify,
+        }
+
+
+def load_inference(file: Path, numeric_mode: NumericMode | None = None) -> Any:
+    """A model for inference from a file of any kind."""
+    import mojolearn
+
+    if file.suffix == SAFETENSORS:
+        return mojolearn.SambaInference.from_safetensors(file, numeric_mode=numeric_mode)
+    return mojolearn.SambaInference.from_checkpoint(file, numeric_mode=numeric_mode)
+
+
 @dataclass
 class LoadedModel:
     """A model for inference, the coder between its tokens and text, and what its run has said about itself."""
@@ -117,19 +156,11 @@ class LoadedModel:
     run: dict[str, Any]
 
 
-def load_model(path: str, numeric_mode: str | None = None) -> LoadedModel:
+def load_model(path: str, numeric_mode: NumericMode | None = None) -> LoadedModel:
     """The model of a run's folder, a checkpoint or an exported file."""
-    import mojolearn
-    from mojolearn import checkpoint
-
     file = checkpoint_file(path)
-    if file.suffix == ".safetensors":
-        model = mojolearn.SambaInference.from_safetensors(file)
-        return LoadedModel(model, ByteText(model.config.vocab), {})
-    model = mojolearn.SambaInference.from_checkpoint(file, numeric_mode=numeric_mode)
-    extra = checkpoint.inspect(file).get("extra")
-    if not isinstance(extra, dict):
-        extra = {}
+    model = load_inference(file, numeric_mode)
+    extra = file_facts(file)["extra"] or {}
     tokenizer = extra.get("tokenizer")
     text = ByteText(model.config.vocab) if tokenizer is None else TokenizerText(tokenizer)
     return LoadedModel(model, text, extra)

@@ -14,7 +14,13 @@ EXAMPLES = """\
   mojolearn bench --threads 1 --numeric-mode deterministic --json
 """
 
-CONFIG = {"vocab": 256, "d_model": 256, "layers": ["mamba3", "attention"] * 2, "n_heads": 4, "intermediate": 512}
+CONFIG: dict[str, Any] = {
+    "vocab": 256,
+    "d_model": 256,
+    "layers": ["mamba3", "attention"] * 2,
+    "n_heads": 4,
+    "intermediate": 512,
+}
 BATCH, LENGTH, DECODED = 4, 256, 128
 
 

@@ -45,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
     report = export(source, args.out, format=args.format, keep=keep)
     if args.text:
         before, after = load_model(str(source)), load_model(args.out)
-        after.text = before.text  # safetensors files carry no tokenizer
         seq_len = before.run.get("settings", {}).get("seq_len", 256)
         report["evaluation"] = {
             name: evaluate(one, args.text, seq_len=seq_len, windows=args.windows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mojolearn.cli._common import add_command, bytes_text, checkpoint_file, emit, note
+from mojolearn.cli._common import add_command, bytes_text, checkpoint_file, emit, file_facts, load_inference, note
 
 EXAMPLES = """\
   mojolearn inspect run                      the best checkpoint of a run
@@ -31,16 +31,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mojolearn import checkpoint
-
     path = checkpoint_file(args.file)
-    facts = checkpoint.inspect(path, verify=args.verify)
+    facts = file_facts(path, verify=args.verify)
     emit(args, {"file": str(path), **facts}, f"{path}\n{_text(facts, args.tensors)}")
     if args.plot:
-        import mojolearn
         from mojolearn.plotting import plot_weights
 
-        note(f"drawn: {plot_weights(mojolearn.SambaInference.from_checkpoint(path).parameters(), args.plot)}")
+        note(f"drawn: {plot_weights(load_inference(path).parameters(), args.plot)}")
     return 0
 
 
@@ -52,22 +49,21 @@ def _text(facts: dict[str, Any], tensors: bool) -> str:
         ("model", f"{facts['num_parameters']:,} parameters, width {config['d_model']}, {config['vocab']:,} tokens"),
         ("layers", kinds),
         ("weights", facts["weight_format"]),
-        ("step", None if facts["step"] is None else f"{facts['step']:,}"),
-        ("mode", " ".join(filter(None, (facts["numeric_mode"], facts["deterministic_profile"])))),
-        ("optimizer", _pairs(facts["optimizer"])),
-        ("schedule", _pairs(facts["schedule"])),
-        ("random", _pairs(facts["rng"])),
+        ("step", None if facts.get("step") is None else f"{facts['step']:,}"),
+        ("mode", " ".join(filter(None, (facts.get("numeric_mode"), facts.get("deterministic_profile"))))),
+        ("optimizer", _pairs(facts.get("optimizer"))),
+        ("schedule", _pairs(facts.get("schedule"))),
+        ("random", _pairs(facts.get("rng"))),
         ("extra", _extra_text(facts["extra"])),
         ("bytes", "all checked" if facts["verified"] else "not checked (--verify)"),
-        ("sha256", facts["sha256"]),
+        ("sha256", facts.get("sha256")),
     ]
     lines = [f"{name:10}{value}" for name, value in rows if value]
     if tensors:
         lines += [f"  {one['name']:44}{' x '.join(map(str, one['shape']))}" for one in facts["tensors"]]
-    for array in facts["arrays"]:
-        if tensors or len(facts["arrays"]) <= 4:
-            stored = f", {bytes_text(array['stored'])} stored" if array.get("stored") else ""
-            size = f"{array['dtype']} {bytes_text(array['nbytes'])}{stored}"
+    for array in facts.get("arrays", ()):
+        if tensors or facts["kind"] == "training":  # the state's four arrays; an exported file has one for each tensor
+            size = f"{array['dtype']} {bytes_text(array['nbytes'])}, {bytes_text(array['stored'])} stored"
             lines.append(f"  {array['name']:16}{size}  {(array['digest'] or '')[:16]}")
     return "\n".join(lines)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mojolearn.cli._common import bytes_text
+from mojolearn.config import SambaConfig
 
 FLOAT = 4
 INTERPRETER = 80 << 20  # Python, NumPy and the compiled modules
 LOGITS_LIMIT = 256 << 20  # the head works through tokens in pieces of at most this many bytes
 
 
-def training_memory(config: Any, batch_size: int, seq_len: int, accumulation_steps: int = 1) -> int:
+def training_memory(config: SambaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1) -> int:
     """An estimate in bytes, on the safe side, of the peak of a training step.
 
     Parameters
@@ -36,7 +36,7 @@ def training_memory(config: Any, batch_size: int, seq_len: int, accumulation_ste
     return INTERPRETER + weights + FLOAT * tokens * (kept + widest) + 2 * logits
 
 
-def _block_widths(config: Any, kind: str) -> tuple[int, int]:
+def _block_widths(config: SambaConfig, kind: str) -> tuple[int, int]:
     """Floats per token that a block keeps for its backward pass, and that the backward pass itself needs."""
     shapes = dict(config.block_shapes(kind))
     d = config.d_model
@@ -71,7 +71,7 @@ def available_memory() -> int | None:
     return max(0, min(limits)) if limits else None
 
 
-def check_memory(config: Any, batch_size: int, seq_len: int, accumulation_steps: int) -> int:
+def check_memory(config: SambaConfig, batch_size: int, seq_len: int, accumulation_steps: int) -> int:
     """The memory that training needs.
 
     Raises

@@ -40,7 +40,11 @@ class RunData:
             coder = TokenizerText(tokenizer)
             bytes_per_token = tokenize(paths, coder, folder)
             paths = folder.tokens
-        options = {"seed": settings.seed, "valid_fraction": settings.valid_fraction, "dtype": settings.dtype}
+        options: dict[str, Any] = {
+            "seed": settings.seed,
+            "valid_fraction": settings.valid_fraction,
+            "dtype": settings.dtype,
+        }
         train = TokenDataset(paths, settings.batch_size, settings.seq_len, **options)
         valid = None
         if settings.valid_fraction > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -124,9 +125,9 @@ def parse_layers(text: str) -> list[str]:
 
 def read_config(path: str) -> dict[str, Any]:
     """The settings that a TOML file holds, flat or in the tables model, data, training and run."""
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ImportError:  # Python 3.10
+    else:
         import tomli as tomllib
 
     try:

@@ -6,8 +6,9 @@ import argparse
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from mojolearn._typing import NumericMode
 from mojolearn.cli import settings as settings_module
 from mojolearn.cli._common import UsageError, add_command, add_numeric_options, checkpoint_file, emit, note
 from mojolearn.cli.resources import check_memory
@@ -133,7 +134,7 @@ def _fresh(folder: RunFolder, given: dict[str, Any], dry_run: bool) -> Trainer:
         lr_schedule=_schedule(settings),
         max_norm=settings.max_norm or None,
         accumulation_steps=settings.accumulation_steps,
-        numeric_mode=settings.numeric_mode,
+        numeric_mode=cast("NumericMode | None", settings.numeric_mode),
     )
     if source is not None:
         stack.load_weights(source.parameters())
@@ -174,7 +175,8 @@ def _resumed(folder: RunFolder, given: dict[str, Any]) -> Trainer:
 def _schedule(settings: TrainSettings) -> Any:
     from mojolearn.training import ConstantLR, WarmupCosineLR, WarmupLinearLR
 
+    warmup = settings.warmup or 0
     if settings.schedule == "constant":
-        return ConstantLR(settings.lr, settings.warmup)
+        return ConstantLR(settings.lr, warmup)
     kind = {"cosine": WarmupCosineLR, "linear": WarmupLinearLR}[settings.schedule]
-    return kind(settings.lr, settings.warmup, max(settings.steps, settings.warmup or 1), settings.min_lr)
+    return kind(settings.lr, warmup, max(settings.steps, warmup), settings.min_lr or 0.0)

@@ -44,13 +44,9 @@ class Trainer:
     # -- before --------------------------------------------------------------------------------------------------------
 
     def plan(self) -> dict[str, Any]:
-        """Size, memory need and time estimate; one gradient is computed for the latter, and thrown away."""
+        """Size, memory need and time estimate; gradients are computed for the latter, and thrown away."""
         config, settings = self.stack.config, self.settings
-        rows = settings.batch_size // settings.accumulation_steps
-        inputs, targets = self.data.train.peek()
-        started = time.perf_counter()
-        self.stack.loss_and_grads(inputs[:rows], targets[:rows])
-        seconds = (time.perf_counter() - started) * settings.accumulation_steps
+        seconds = self._gradient_seconds() * settings.accumulation_steps
         left = max(0, settings.steps - self.step)
         return {
             "parameters": config.num_parameters,
@@ -68,6 +64,19 @@ class Trainer:
             "seconds": seconds * left,
             "epochs": settings.steps * self.tokens_per_step / self.data.train.n_tokens,
         }
+
+    def _gradient_seconds(self) -> float:
+        """Time for the gradient of a micro-batch; the first one also warms up, so a quick one is taken again."""
+        rows = self.settings.batch_size // self.settings.accumulation_steps
+        inputs, targets = self.data.train.peek()
+        seconds = math.inf
+        for _ in range(3):
+            started = time.perf_counter()
+            self.stack.loss_and_grads(inputs[:rows], targets[:rows])
+            seconds = min(seconds, time.perf_counter() - started)
+            if seconds > 2:
+                break
+        return seconds
 
     def plan_text(self, plan: dict[str, Any]) -> str:
         """The plan for people."""

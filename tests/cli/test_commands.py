@@ -121,6 +121,37 @@ def test_plot_draws_one_or_several_runs(trained, tmp_path, run):
     assert "<svg" in drawing.read_text()
 
 
+@pytest.mark.parametrize("name", ["small.ckpt", "small.safetensors"])
+def test_export_packs_and_says_what_it_costs(name, trained, text, tmp_path, run):
+    if name.endswith(".safetensors"):
+        pytest.importorskip("safetensors")
+    out_file = tmp_path / name
+    options = ("--format", "int8", "--out", out_file, "--keep", "embed.*", "--text", text / "a.txt", "--json")
+    status, out, _ = run("export", trained, *options)
+    report = json.loads(out)
+    assert status == 0
+    formats = {one["name"]: one["format"] for one in report["tensors"]}
+    assert formats["embed.weight"] == "float32"
+    assert formats["layers.0.in_proj.weight"] == "int8"
+
+    settings = {"seq_len": 32, "batch_size": 1, "valid_fraction": 0.0}
+    data = mojolearn.data.TokenDataset(text / "a.txt", **settings)
+    rows = np.stack([data.tokens(i * 32, i * 32 + 33) for i in range(128)])
+    for name, file in (("before", trained / "best.ckpt"), ("after", out_file)):
+        load = mojolearn.SambaInference.from_safetensors if file.suffix == ".safetensors" else (
+            mojolearn.SambaInference.from_checkpoint
+        )
+        wanted = -load(file).token_logprobs(rows).astype(np.float64).mean() / math.log(2)
+        assert report["evaluation"][name]["bits_per_byte"] == pytest.approx(wanted, rel=1e-12)
+
+    assert run("generate", out_file, "--max-new-tokens", 5)[0] == 0
+    status, out, _ = run("inspect", out_file, "--verify")
+    assert status == 0
+    assert "int8" in out
+    assert "all checked" in out
+    assert "before packing: loss" in run("export", trained, *options[:-1])[1]
+
+
 def test_bench_reports_speeds(run):
     status, out, _ = run("bench", "--seconds", "0.01", "--json")
     result = json.loads(out)

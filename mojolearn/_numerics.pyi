@@ -1,0 +1,28 @@
+from typing import Any
+
+from mojolearn._typing import NumericMode
+
+__all__ = [
+    "DETERMINISTIC_PROFILES",
+    "MODE_NAMES",
+    "get_num_threads",
+    "get_numeric_mode",
+    "mode_index",
+    "mode_name",
+    "numeric_mode",
+    "set_num_threads",
+    "set_numeric_mode",
+    "show_config",
+]
+
+DETERMINISTIC_PROFILES: tuple[str, ...]
+MODE_NAMES: tuple[str, ...]
+
+def mode_index(mode: NumericMode | None, name: str = "numeric_mode") -> int: ...
+def mode_name(index: int) -> str: ...
+def set_numeric_mode(mode: NumericMode) -> None: ...
+def get_numeric_mode() -> NumericMode: ...
+def numeric_mode() -> NumericMode: ...
+def set_num_threads(n: int) -> None: ...
+def get_num_threads() -> int: ...
+def show_config(quiet: bool = False) -> dict[str, Any]: ...

@@ -1,0 +1,19 @@
+from mojolearn._typing import FloatArray, IdArray
+
+__all__ = [
+    "embedding_backward",
+    "embedding_forward",
+    "linear_backward",
+    "linear_forward",
+    "rms_norm_backward",
+    "rms_norm_forward",
+]
+
+def embedding_forward(weight: FloatArray, ids: IdArray) -> FloatArray: ...
+def embedding_backward(dy: FloatArray, ids: IdArray, vocab: int) -> FloatArray: ...
+def rms_norm_forward(x: FloatArray, weight: FloatArray, eps: float) -> FloatArray: ...
+def rms_norm_backward(
+    dy: FloatArray, x: FloatArray, weight: FloatArray, eps: float
+) -> tuple[FloatArray, FloatArray]: ...
+def linear_forward(a: FloatArray, weight: FloatArray) -> FloatArray: ...
+def linear_backward(dc: FloatArray, a: FloatArray, weight: FloatArray) -> tuple[FloatArray, FloatArray]: ...
