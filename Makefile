@@ -47,7 +47,7 @@ $(VENV)/.extra-%: $(VENV)/.build-tools pyproject.toml | build
 	@touch $@
 
 test: build $(VENV)/.extra-test
-	$(PY) -m pytest -m "not long and not fuzz"
+	$(PY) -m pytest
 
 test-long: build $(VENV)/.extra-test
 	$(PY) -m pytest -m "not fuzz"

@@ -26,4 +26,4 @@ done
 # CPython keeps objects until exit on purpose: leaks are not reported.
 export ASAN_OPTIONS=detect_leaks=0:halt_on_error=1
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
-exec env LD_PRELOAD="${preload# }" "$python" -m pytest -m "not long and not fuzz"
+exec env LD_PRELOAD="${preload# }" "$python" -m pytest
