@@ -72,8 +72,8 @@ def ours(model, work, shape, numeric_mode, threads):
 def theirs(python, model, work, shape, how, threads):
     """Command line of PyTorch's process."""
     rows = 1 if how.endswith("1 row") else shape[0]
-    command = [python, str(PEER), "--config", model, "--mode", work, "--interactive", "--B", str(rows)]
-    command += ["--threads", str(threads)] + (["--L", str(shape[1])] if shape[1] else [])
+    command = [python, str(PEER), "--config", model, "--mode", work, "--batch", str(rows)]
+    command += ["--threads", str(threads)] + (["--length", str(shape[1])] if shape[1] else [])
     return command + (["--compile"] if how.startswith("compiled") else [])
 
 
@@ -105,10 +105,8 @@ def main():
         for mode, floor, contender in contenders:
             own = statistics.median(run["tok_s"] for run in runs[mode])
             memory = f"{peer_runs[-1]['rss_mb']:.0f} | {runs[mode][-1]['rss_mb']:.0f}"
-            print(
-                f"| {name} | {mode} | {how} | {reference:.0f} | {own:.0f} | {own / reference:.2f} | {floor} | {memory} |",
-                flush=True,
-            )
+            speeds = f"{reference:.0f} | {own:.0f} | {own / reference:.2f}"
+            print(f"| {name} | {mode} | {how} | {speeds} | {floor} | {memory} |", flush=True)
             contender.close()
         peer.close()
 
