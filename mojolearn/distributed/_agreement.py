@@ -74,19 +74,13 @@ def _rebuilt(kind: type, text: str) -> BaseException:
 
 def on_root(comm: Comm, function: Callable[[], Any]) -> Any:
     """Call a function on rank 0; its result, or its error, is that of all ranks."""
-    problem, result = None, None
-    if comm.rank == 0:
-        try:
-            result = function()
-        except Exception as error:
-            problem = error
     answer = None
     if comm.rank == 0:
-        answer = None if problem is None else (type(problem), str(problem)), result
+        try:
+            answer = None, function()
+        except Exception as error:
+            answer = (type(error), str(error)), None
     failure, result = comm.broadcast(answer)
-    if problem is not None:
-        problem.on_all_ranks = True  # type: ignore[attr-defined]
-        raise problem
     if failure is not None:
         raise _rebuilt(*failure)
     return result
@@ -110,7 +104,7 @@ def require_agreement(comm: Comm, facts: dict[str, Any]) -> None:
     def compare(all_facts: list[dict[str, Any]]) -> None:
         first = all_facts[0]
         for rank, other in enumerate(all_facts):
-            for name in first.keys() | other.keys():
+            for name in {**first, **other}:
                 if name not in first or name not in other or first[name] != other[name]:
                     raise RankMismatchError(
                         f"all ranks must have the same {name}, got {describe(other.get(name))} on rank {rank} "

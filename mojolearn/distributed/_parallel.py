@@ -40,11 +40,7 @@ class DataParallel:
     def __init__(self, comm: Comm, stack: Any):
         self.comm = comm
         self.n_shards = stack.n_shards
-        self.tied = stack.config.tie_embeddings
-        self.d_model = stack.config.d_model
-        sizes = [view.size for view in stack.parameters().values()]
-        self.table_size = sizes[0]  # the embedding comes first
-        self.blocks = ParameterBlocks(sizes, comm.size)
+        self.blocks = ParameterBlocks(stack.config, comm.size, stack.n_shards)
         self.owned = self.blocks.blocks[comm.rank]
         self.checked = False
         self._received: list[list[np.ndarray]] = []
@@ -84,28 +80,34 @@ class DataParallel:
         """The step's loss, and the finished gradient of this rank's block of parameters as a list of one."""
         if not self.checked:
             self.check(stack)
-        division = divide_rows(*step.ids.shape, self.comm.size, self.n_shards)
-        first, last = division.rows[self.comm.rank]
-        length = step.ids.shape[1]
-        losses = np.empty((last - first) * length, np.float32)
-        cotangents = None
-        problem = None
+        losses, cotangents, problem = None, None, None
         try:
-            if self.n_shards > 1:
-                stack._run_shards(ctx, step, range(*division.parts[self.comm.rank]), losses, sink)
-            else:
-                cotangents = _Cotangents(len(losses), self.d_model)
-                sink.begin(step.ids.size, ctx.threads, ctx.mode, first=first * length)
-                stack._run_rows(ctx, step, first, last, losses, sink, cotangents)
+            division = divide_rows(*step.ids.shape, self.comm.size, self.n_shards)
+            losses, cotangents = self._run_own_rows(stack, ctx, step, sink, division)
         except (ValueError, MemoryError) as error:
             problem = error
         loss = self._agree_on_loss(problem, step, losses)
         gradient = self._join_sums(division, sink.flats, ctx.threads)
         if cotangents is not None:
-            self._finish_embedding(division, step.ids, cotangents.rows, gradient, ctx.threads)
+            self._finish_embedding(division, step.ids, cotangents, gradient, ctx.threads)
         return loss, [gradient]
 
-    def _agree_on_loss(self, problem: Exception | None, step: Any, losses: np.ndarray) -> float:
+    def _run_own_rows(
+        self, stack: Any, ctx: Any, step: Any, sink: Any, division: Division
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Losses of this rank's tokens, their sums in `sink`, and the cotangents that an embedding's chains need."""
+        first, last = division.rows[self.comm.rank]
+        length = step.ids.shape[1]
+        losses = np.empty((last - first) * length, np.float32)
+        if not self.blocks.chained:
+            stack._run_shards(ctx, step, range(*division.parts[self.comm.rank]), losses, sink)
+            return losses, None
+        cotangents = _Cotangents(len(losses), self.blocks.d_model)
+        sink.begin(step.ids.size, ctx.threads, ctx.mode, first=first * length)
+        stack._run_rows(ctx, step, first, last, losses, sink, cotangents)
+        return losses, cotangents.rows
+
+    def _agree_on_loss(self, problem: Exception | None, step: Any, losses: np.ndarray | None) -> float:
         batch = zlib.crc32(step.targets, zlib.crc32(step.ids))
 
         def combine(parts: list[tuple[int, np.ndarray]]) -> float:
@@ -114,8 +116,11 @@ class DataParallel:
                     raise RankMismatchError(
                         f"all ranks must get the same batch, got another one on rank {rank} than on rank 0"
                     )
-            everything = np.concatenate([part for _, part in parts])
-            return step_loss(everything, step.ids.shape[1], self.n_shards, step.divisor)
+            losses = np.concatenate([part for _, part in parts])
+            loss: float = step_loss(losses, step.ids.shape[1], self.n_shards, step.divisor)
+            if not np.isfinite(loss):
+                raise NonFiniteError(f"the loss must be finite, got {loss}")
+            return loss
 
         loss: float = agree(self.comm, problem, (batch, losses), combine)
         return loss
@@ -123,7 +128,7 @@ class DataParallel:
     def _join_sums(self, division: Division, flats: list[np.ndarray], threads: int) -> np.ndarray:
         """Exchange the sums of all ranks and finish the tree over them, for this rank's block."""
         comm, me = self.comm, self.comm.rank
-        mine = self._summed(me)
+        mine = self.blocks.summed(me)
         requests: list[Request] = []
         arriving: list[list[tuple[np.ndarray, Request]]] = [[] for _ in range(comm.size)]
         for other in self._others():
@@ -131,7 +136,7 @@ class DataParallel:
                 buffers = self._buffers(other, len(division.roots[other]), mine.stop - mine.start)
                 arriving[other] = [(buffer, comm.receive(buffer, other)) for buffer in buffers]
         for other in self._others():
-            block = self._summed(other)
+            block = self.blocks.summed(other)
             if block.start < block.stop:
                 requests += [comm.send(flats[i][block], other) for i in range(len(division.roots[me]))]
 
@@ -153,16 +158,6 @@ class DataParallel:
             request.wait()
         return gradient
 
-    def _summed(self, rank: int) -> slice:
-        """The part of a rank's block that comes from sums over leaves or shards.
-
-        An untied embedding has none in the tree over leaves: its gradient comes from the cotangents alone.
-        """
-        block = self.blocks.blocks[rank]
-        if self.n_shards > 1 or self.tied:
-            return block
-        return slice(min(max(block.start, self.table_size), block.stop), block.stop)
-
     def _finish_embedding(
         self, division: Division, ids: np.ndarray, cotangents: np.ndarray, gradient: np.ndarray, threads: int
     ) -> None:
@@ -171,19 +166,19 @@ class DataParallel:
         tokens = ids.reshape(-1)
         parts = [tokens[first * length : last * length] for first, last in division.rows]
         requests = []
-        own_table = self._table_rows(comm.rank)
+        own_table = self.blocks.table_rows(comm.rank)
         arriving: dict[int, tuple[np.ndarray, Request]] = {}
         for other in self._others():
             count = np.count_nonzero(_within(parts[other], own_table))
             if count:
-                buffer = np.empty((count, self.d_model), np.float32)
+                buffer = np.empty((count, self.blocks.d_model), np.float32)
                 arriving[other] = buffer, comm.receive(buffer, other)
         for other in self._others():
-            chosen = cotangents[_within(parts[comm.rank], self._table_rows(other))]
+            chosen = cotangents[_within(parts[comm.rank], self.blocks.table_rows(other))]
             if len(chosen):
                 requests.append(comm.send(chosen, other))
         if own_table.start < own_table.stop:
-            embedding = EmbeddingGradient(tokens[_within(tokens, own_table)], self.d_model)
+            embedding = EmbeddingGradient(tokens[_within(tokens, own_table)], self.blocks.d_model)
             for source in range(comm.size):
                 if source == comm.rank:
                     embedding.add(cotangents[_within(parts[source], own_table)], threads)
@@ -191,18 +186,10 @@ class DataParallel:
                     rows, request = arriving[source]
                     request.wait()
                     embedding.add(rows, threads)
-            table = gradient[: max(min(self.owned.stop, self.table_size) - self.owned.start, 0)]
-            embedding.finish(table, self.tied, threads, first=self.owned.start)
+            table = gradient[: max(min(self.owned.stop, self.blocks.table_size) - self.owned.start, 0)]
+            embedding.finish(table, self.blocks.tied, threads, first=self.owned.start)
         for request in requests:
             request.wait()
-
-    def _table_rows(self, rank: int) -> slice:
-        """Rows of the embedding that lie in a rank's block, even in part."""
-        block = self.blocks.blocks[rank]
-        last = min(block.stop, self.table_size)
-        if block.start >= last:
-            return slice(0, 0)
-        return slice(block.start // self.d_model, -(-last // self.d_model))
 
     def agree_on_norm(self, problem: Exception | None, gradient: np.ndarray, max_norm: float | None) -> Any:
         """The norm of the whole gradient and the factor that clips it; the problem of any rank is raised on all."""
@@ -244,7 +231,7 @@ class DataParallel:
             if part.size:
                 self.comm.send(part, 0).wait()
             return None
-        whole = np.empty(self.blocks.offsets[-1], np.float32)
+        whole = np.empty(self.blocks.size, np.float32)
         whole[self.owned] = part
         requests = [
             self.comm.receive(whole[block], other)

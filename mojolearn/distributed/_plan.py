@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mojolearn._gradients import SubtreeCounter, leaf_size, shard_rows
 
@@ -96,23 +96,24 @@ def _roots(first: int, last: int, leaves: int) -> tuple[tuple[int, int], ...]:
 
 
 def _refusal(rows: int, length: int, ranks: int, units: int) -> str:
-    more_rows = (other for other in range(rows + 1, rows + 128 * ranks + 1) if _works(other, length, ranks))
-    lengths = (other for other in range(1, 2 * length + 256) if _works(rows, other, ranks))
-    nearest = sorted(itertools.islice(sorted(lengths, key=lambda other: abs(other - length)), _EXAMPLES))
-    choices = [
-        f"{units} rank{'s' if units > 1 else ''}" if units < 3 else f"up to {units} ranks",
-        f"batches of {_listed(itertools.islice(more_rows, _EXAMPLES))} rows",
-        f"rows of {_listed(nearest)} tokens",
-        f'numeric_mode "deterministic" with n_shards of {ranks} or more',
-    ]
+    whole = range(ranks, 512 * ranks + rows, ranks)  # the same number of rows for each rank, in whole leaves
+    more_rows = [other for other in whole if other > rows and other // ranks % _unit(other, length) == 0][:_EXAMPLES]
+    lengths = [other for other in range(1, 2 * length + 256) if _works(rows, other, ranks)]
+    nearest = sorted(sorted(lengths, key=lambda other: abs(other - length))[:_EXAMPLES])
+    choices = ["1 rank" if units == 1 else f"up to {units} ranks"]
+    if more_rows:
+        choices.append(f"batches of {_listed(more_rows)} rows")
+    if nearest:
+        choices.append(f"rows of {_listed(nearest)} tokens")
+    if rows >= ranks:
+        choices.append(f'numeric_mode "deterministic" with n_shards from {ranks} up to {rows}')
     return (
         f"a batch of {rows} rows of {length} tokens cannot be divided among {ranks} ranks in whole leaves of "
-        f"{leaf_size(rows * length)} tokens, as mode identical needs; one of these would work: "
-        + "; ".join(choice for choice in choices if " of  " not in choice)
+        f"{leaf_size(rows * length)} tokens, as mode identical needs; one of these would work: " + "; ".join(choices)
     )
 
 
-def _listed(numbers: Iterator[int] | Sequence[int]) -> str:
+def _listed(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
@@ -124,28 +125,61 @@ class ParameterBlocks:
 
     Parameters
     ----------
-    sizes : sequence of int
-        Elements of each tensor, in the order of the buffer.
+    config : SambaConfig
     ranks : int
+    n_shards : int, default 1
+
+    Attributes
+    ----------
+    sizes : list of int
+        Elements of each tensor, in the order of the buffer.
+    blocks : list of slice
+        The block of each rank; it may be empty.
+    chained : bool
+        Whether the embedding's gradient is one chain over all tokens of a step, so that its rows' owners need the
+        cotangents of the embedding; with shards it is summed like the others.
     """
 
-    def __init__(self, sizes: Sequence[int], ranks: int):
-        self.sizes = list(sizes)
-        self.offsets = [0, *itertools.accumulate(self.sizes)]
-        total = self.offsets[-1]
-        cuts = [self._nearest_leaf(rank * total // ranks) for rank in range(ranks)]
-        self.blocks = [slice(first, last) for first, last in zip(cuts, [*cuts[1:], total])]
+    def __init__(self, config: Any, ranks: int, n_shards: int = 1):
+        self.d_model = config.d_model
+        self.tied = config.tie_embeddings
+        self.chained = n_shards == 1
+        self.sizes = [math.prod(shape) for _, shape in config.registry()]
+        self.table_size = self.sizes[0]  # the embedding comes first
+        self._offsets = [0, *itertools.accumulate(self.sizes)]
+        cuts = [self._nearest_leaf(rank * self.size // ranks) for rank in range(ranks)]
+        self.blocks = [slice(first, last) for first, last in itertools.pairwise([*cuts, self.size])]
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole buffer."""
+        return self._offsets[-1]
 
     def _nearest_leaf(self, element: int) -> int:
-        tensor = bisect.bisect_right(self.offsets, element) - 1
-        offset, size = self.offsets[tensor], self.sizes[tensor]
+        tensor = bisect.bisect_right(self._offsets, element) - 1
+        offset, size = self._offsets[tensor], self.sizes[tensor]
         leaf = leaf_size(size)
         return offset + min((element - offset + leaf // 2) // leaf * leaf, size)
 
     def pieces(self, rank: int) -> Iterator[tuple[int, slice]]:
         """The tensors' parts in a rank's block: leaf size of the tensor, and the part of the block."""
         block = self.blocks[rank]
-        for offset, size in zip(self.offsets, self.sizes):
-            first, last = max(offset, block.start), min(offset + size, block.stop)
+        for (offset, end), size in zip(itertools.pairwise(self._offsets), self.sizes):
+            first, last = max(offset, block.start), min(end, block.stop)
             if first < last:
                 yield leaf_size(size), slice(first - block.start, last - block.start)
+
+    def summed(self, rank: int) -> slice:
+        """The part of a rank's block that is summed over leaves or shards: all but a chained embedding without head."""
+        block = self.blocks[rank]
+        if self.tied or not self.chained:
+            return block
+        return slice(min(max(block.start, self.table_size), block.stop), block.stop)
+
+    def table_rows(self, rank: int) -> slice:
+        """Rows of a chained embedding that lie in a rank's block, even in part."""
+        block = self.blocks[rank]
+        last = min(block.stop, self.table_size)
+        if not self.chained or block.start >= last:
+            return slice(0, 0)
+        return slice(block.start // self.d_model, -(-last // self.d_model))
