@@ -152,11 +152,24 @@ MOJO_INLINE void matvec_run(int format, int log2_rows, int several, const char *
 /* One row, one panel, exactly in spite of underflow. */
 MOJO_INLINE void exact_matvec_body(const int format, const char *panel, const float *scales, ptrdiff_t first,
                                    ptrdiff_t last, const float *x, float *out) {
-    vf acc[PANEL_VECTORS], w[PANEL_VECTORS];
+    vf acc[PANEL_VECTORS], saved[PANEL_VECTORS], w[PANEL_VECTORS];
     UNROLLED(q, PANEL_VECTORS) acc[q] = vzero();
-    for (ptrdiff_t p = first; p < last; p++) {
-        panel_load(format, panel, scales, p, w);
-        exact_step(PANEL_VECTORS, x[p], w, acc);
+    for (ptrdiff_t end; first < last; first = end) {
+        vi nearest = viset(INT32_MAX);
+        end = last - first < WATCHED_STEPS ? last : first + WATCHED_STEPS;
+        UNROLLED(q, PANEL_VECTORS) saved[q] = acc[q];
+        for (ptrdiff_t p = first; p < end; p++) {
+            panel_load(format, panel, scales, p, w);
+            watched_step(PANEL_VECTORS, x[p], w, acc, &nearest);
+        }
+        if (vany(vieq(nearest, viset(0)))) {
+            vf again[PANEL_VECTORS];
+            for (ptrdiff_t p = first; p < end; p++) {
+                panel_load(format, panel, scales, p, again);
+                gradual_step(x[p], again, saved, PANEL_VECTORS);
+            }
+            UNROLLED(q, PANEL_VECTORS) acc[q] = saved[q];
+        }
     }
     UNROLLED(q, PANEL_VECTORS) vstore(out + q * W, acc[q]);
 }

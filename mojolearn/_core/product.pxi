@@ -362,14 +362,25 @@ cdef void pack_shared(Product* job) noexcept nogil:
         cpu_relax()
 
 
+cdef void multiply_rows(const Product* job, const Block* block, Py_ssize_t first, Py_ssize_t last, Py_ssize_t j,
+                        const float* a, const float* b) noexcept nogil:
+    """Row panels [first, last) times column panel j, over one block of the sum."""
+    cdef Py_ssize_t column = j * PANEL, end = min(column + PANEL, job.n), i
+    while column < end:
+        i = first
+        while i < last:
+            multiply_group(job, block, i, min(i + GROUP, last), column, a + (i - first) * job.row_stride, b)
+            i += GROUP
+        column += TILE_COLUMNS
+        b += TILE_COLUMNS
+
+
 cdef void multiply_part(const Product* job, Py_ssize_t part, float* packed) noexcept nogil:
     """All outputs of one part of the private operand. ``packed`` is this thread's scratch memory."""
     cdef Py_ssize_t panels = job.row_panels if job.rows_private else job.column_panels
     cdef Py_ssize_t first = part * job.part_panels, last = min(first + job.part_panels, panels)
     cdef Py_ssize_t i0 = 0, i1 = job.row_panels, j0 = 0, j1 = job.column_panels
-    cdef Py_ssize_t index, start, i, j, column
-    cdef const float* a
-    cdef const float* b
+    cdef Py_ssize_t index, start, i, j
     cdef const float* a_panels
     cdef const float* b_panels
     cdef Block block
@@ -400,17 +411,17 @@ cdef void multiply_part(const Product* job, Py_ssize_t part, float* packed) noex
                 pack_column_panels(job, first, last, start, block.steps, packed)
         if job.columns_ready:
             b_panels = <const float*> job.b.panels.data + j0 * job.column_stride + start * PANEL
-        i = i0
-        while i < i1:
-            a = a_panels + (i - i0) * job.row_stride
+        # the panels of the shared operand in the outer loop: the part stays in the second-level cache
+        if job.rows_private:
             for j in range(j0, j1):
-                b = b_panels + (j - j0) * job.column_stride
-                column = j * PANEL
-                while column < min((j + 1) * PANEL, job.n):
-                    multiply_group(job, &block, i, min(i + GROUP, i1), column, a, b)
-                    column += TILE_COLUMNS
-                    b += TILE_COLUMNS
-            i += GROUP
+                multiply_rows(job, &block, i0, i1, j, a_panels, b_panels + (j - j0) * job.column_stride)
+        else:
+            i = i0
+            while i < i1:
+                for j in range(j0, j1):
+                    multiply_rows(job, &block, i, min(i + GROUP, i1), j, a_panels + (i - i0) * job.row_stride,
+                                  b_panels + (j - j0) * job.column_stride)
+                i += GROUP
 
 
 cdef void multiply_job(void* arg, int thread) noexcept nogil:

@@ -6,9 +6,9 @@
  *
  * The tiles run with FTZ and DAZ set. Flushing in hardware differs from F only where the exact result lies in
  * [2^-126 - 2^-150, 2^-126 - 2^-151): F keeps what rounds up to 2^-126, FTZ does not. No operation of a tile without
- * the sticky underflow flag can have been there. With the flag, `exact_row` computes a row again and looks, in a
- * domain scaled by 2^64 where nothing is subnormal, for results next to that border; only those few steps are done
- * with gradual underflow, which costs a hundred cycles each. The adds of the fold need no such care: a sum of two
+ * the sticky underflow flag can have been there. With the flag, the rows are computed again and watched, in a domain
+ * scaled by 2^64 where nothing is subnormal, for results next to that border; only those few steps are done with
+ * gradual underflow, which costs a hundred cycles each. The adds of the fold need no such care: a sum of two
  * floats is a multiple of 2^-149 and never lies inside the interval.
  */
 #ifndef MOJOLEARN_TILE_H
@@ -51,42 +51,50 @@ typedef struct {
 
 /* ---- one row, exactly, in spite of underflow -------------------------------------------------------------------- */
 /* F(fma(x, w, sum)) under gradual underflow, in memory so that it stays between the two changes of mode */
-MOJO_NOINLINE void gradual_step(const vf *x, const vf *w, vf *sum, ptrdiff_t vectors) {
+MOJO_NOINLINE void gradual_step(float x, const vf *w, vf *sum, ptrdiff_t vectors) {
     fp_exact();
-    for (ptrdiff_t q = 0; q < vectors; q++) sum[q] = vflush(vfma(*x, w[q], sum[q]));
+    for (ptrdiff_t q = 0; q < vectors; q++) sum[q] = vflush(vfma(vset(x), w[q], sum[q]));
     fp_fast();
 }
 
 #define BELOW_BORDER 0x207fffff /* the largest float below 2^-126 * 2^64 */
 
-MOJO_INLINE void exact_step(const int vectors, float x, const vf *w, vf *sum) {
-    vf factor = vset(x), scaled = vmul(factor, vset(0x1p64f)), next[PANEL_VECTORS];
-    vi nearest = viset(INT32_MAX); /* zero where a result is next to the border */
+/* One step under FTZ; `nearest` becomes zero in lanes where some result was next to the border. */
+MOJO_INLINE void watched_step(const int vectors, float x, const vf *w, vf *sum, vi *nearest) {
+    vf factor = vset(x), scaled = vmul(factor, vset(0x1p64f));
 #pragma GCC unroll 8
     for (int q = 0; q < vectors; q++) {
-        next[q] = vfma(factor, w[q], sum[q]);
         /* Infinite where an operand is 2^64 or more: no such sum ends near the border, both terms are too coarse. */
         vf wide = vfma(scaled, w[q], vmul(sum[q], vset(0x1p64f)));
-        nearest = vimin(nearest, vixor(viand(vasint(wide), viset(INT32_MAX)), viset(BELOW_BORDER)));
+        sum[q] = vfma(factor, w[q], sum[q]);
+        *nearest = vimin(*nearest, vixor(viand(vasint(wide), viset(INT32_MAX)), viset(BELOW_BORDER)));
     }
-    if (vany(vieq(nearest, viset(0)))) {
-#pragma GCC unroll 8
-        for (int q = 0; q < vectors; q++) next[q] = sum[q];
-        gradual_step(&factor, w, next, vectors);
-    }
-#pragma GCC unroll 8
-    for (int q = 0; q < vectors; q++) sum[q] = next[q];
 }
+
+#define WATCHED_STEPS 8 /* are done again, under gradual underflow, when one of them was next to the border */
 
 /* Row `row` of a tile; the elements of x are x_step apart. */
 MOJO_NOINLINE void exact_tile_row(const float *x, ptrdiff_t x_step, const float *columns, ptrdiff_t row,
                                   const Leaf *leaf) {
-    vf acc[TILE_VECTORS], w[TILE_VECTORS];
+    vf acc[TILE_VECTORS], saved[TILE_VECTORS], w[TILE_VECTORS];
     for (int q = 0; q < TILE_VECTORS; q++)
         acc[q] = leaf->seed ? vload(leaf->seed + row * TILE_COLUMNS + q * W) : vzero();
-    for (ptrdiff_t p = 0; p < leaf->steps; p++) {
-        for (int q = 0; q < TILE_VECTORS; q++) w[q] = vload(columns + p * PANEL + q * W);
-        exact_step(TILE_VECTORS, x[p * x_step], w, acc);
+    for (ptrdiff_t first = 0; first < leaf->steps; first += WATCHED_STEPS) {
+        ptrdiff_t last = leaf->steps - first < WATCHED_STEPS ? leaf->steps : first + WATCHED_STEPS;
+        vi nearest = viset(INT32_MAX);
+        for (int q = 0; q < TILE_VECTORS; q++) saved[q] = acc[q];
+        for (ptrdiff_t p = first; p < last; p++) {
+            for (int q = 0; q < TILE_VECTORS; q++) w[q] = vload(columns + p * PANEL + q * W);
+            watched_step(TILE_VECTORS, x[p * x_step], w, acc, &nearest);
+        }
+        if (vany(vieq(nearest, viset(0)))) {
+            vf again[TILE_VECTORS];
+            for (ptrdiff_t p = first; p < last; p++) {
+                for (int q = 0; q < TILE_VECTORS; q++) again[q] = vload(columns + p * PANEL + q * W);
+                gradual_step(x[p * x_step], again, saved, TILE_VECTORS);
+            }
+            for (int q = 0; q < TILE_VECTORS; q++) acc[q] = saved[q];
+        }
     }
     for (ptrdiff_t i = 0; i < leaf->merges; i++)
         for (int q = 0; q < TILE_VECTORS; q++)
@@ -108,7 +116,6 @@ MOJO_INLINE void tile_body(const int rows, const float *a, const float *b, const
     }
     float *out = leaf->out;
     ptrdiff_t out_stride = leaf->out_stride;
-    FOR_TILE(rows, r, q) __builtin_prefetch(out + r * out_stride + q * W, 1);
 #pragma GCC unroll 1
     for (ptrdiff_t p = leaf->steps; p > 0; p--) {
         vf columns[TILE_VECTORS];
