@@ -28,6 +28,8 @@ cdef extern from "chains.h" nogil:
     void chain_columns(const float* a, const float* b, Py_ssize_t b_step, float* c, Py_ssize_t c_row, Py_ssize_t steps)
     void chain_column(const float* a, const float* b, Py_ssize_t b_step, float* c, Py_ssize_t steps)
     void chain_lanes(const float* a, const float* b, Py_ssize_t b_step, float* c, Py_ssize_t c_row, Py_ssize_t steps)
+    vf vfma_flushed(vf a, vf b, vf c)
+    vf vmul_flushed(vf a, vf b)
 
 cdef enum:
     # keys whose weights and values stay in the first-level cache while every query of a tile uses them
@@ -373,31 +375,39 @@ cdef void score_cells(const float* rows, Py_ssize_t width, const float* columns,
         d += SCORE_LEAF
 
 
-cdef inline vf visible_score(const Attention* a, vf cell, Py_ssize_t first_query, Py_ssize_t lane,
-                             Py_ssize_t key, bint edge) noexcept nogil:
-    """Scaled scores of one key for a vector of queries; -inf where the query does not see the key.
-
-    The mask's + 0 on visible keys turns a -0 into +0."""
-    cdef vf score = vadd(vmul(cell, vset(a.scale)), vzero())
+cdef inline vf visible_cell(const Attention* a, vf cell, Py_ssize_t first_query, Py_ssize_t lane, Py_ssize_t key,
+                            bint edge) noexcept nogil:
+    """Score cells of one key for a vector of queries; -inf where the query does not see the key."""
     cdef vi position, hidden
     if edge:
         position = viadd(vilanes(), viset(<int32_t> (first_query + lane - key)))
         hidden = vigt(viset(0), position)
         if a.window:
             hidden = vior(hidden, vigt(position, viset(<int32_t> (a.window - 1))))
-        score = vselect(hidden, vbits(0xFF800000), score)
-    return score
+        cell = vselect(hidden, vbits(0xFF800000), cell)
+    return cell
+
+
+cdef inline vf exponential(vf cell, vf scale, vf top) noexcept nogil:
+    """exp(score - maximum). What fast mode flushes on the way is too small to move an exponential from 1."""
+    return vexp_negative(vsub(vmul(cell, scale), top))
 
 
 cdef inline vf weight_of(vf e, vf total, vf reciprocal) noexcept nogil:
-    """e / total, correctly rounded, for 0 <= e <= 1 <= total and ``reciprocal`` the rounded 1 / total.
+    """F(e / total), for 0 <= e <= 1 <= total and ``reciprocal`` the rounded 1 / total, in either mode.
 
     Two corrections of e * reciprocal give the rounded quotient: the first brings it within one unit in the last
     place, from where the second rounds right since its remainder is exact (Markstein 1990). That needs remainders
-    above the subnormals; smaller e take the division, which is slower on vectors."""
-    cdef vf quotient
-    if MOJO_ISA < 2 or vany(viand(vlt(e, vset(8.271806125530277e-25)), vgt(e, vzero()))):
-        return vdiv(e, total)
+    above the subnormals; smaller e take the division, which is slower on vectors, of e scaled by 2^64."""
+    cdef vf quotient, scaled
+    cdef vi border
+    if MOJO_ISA < 2 or vany(viand(vlt(e, vbits(0x17800000)), vgt(e, vzero()))):
+        scaled = vmul(e, vbits(0x5F800000))
+        quotient = vdiv(scaled, total)
+        # below 2^-126 it is a zero, but for what rounds up to 2^-126: its neighbour with a remainder that is not negative
+        border = viand(vieq(vasint(quotient), viset(0x207FFFFF)), vge(vfma(vneg(total), quotient, scaled), vzero()))
+        quotient = vselect(border, vbits(0x20800000), quotient)
+        return vmul(vselect(vlt(quotient, vbits(0x20800000)), vzero(), quotient), vbits(0x1F800000))
     quotient = vmul(e, reciprocal)
     quotient = vfma(vfma(vneg(total), quotient, e), reciprocal, quotient)
     return vfma(vfma(vneg(total), quotient, e), reciprocal, quotient)
@@ -464,11 +474,12 @@ cdef void forward_tile(ForwardJob* job, Py_ssize_t b, Py_ssize_t h, Py_ssize_t t
     cdef float* weights = contexts + width * CHAIN_LANES
     cdef float* weight
     cdef Py_ssize_t j, i, r, block_end
-    cdef vf score, top0, top1, sum0, sum1, reciprocal0, reciprocal1, e
+    cdef vf scale = vset(a.scale), top0, top1, sum0, sum1, reciprocal0, reciprocal1, e
     cdef bint edge
 
+    fp_fast()
     pack_queries(queries, a.query_stride, count, hd, width, columns)
-    # scores and their maximum over the visible keys
+    # product cells and their maximum over the visible keys; the scale, being positive, may wait
     top0 = vbits(0xFF800000)
     top1 = top0
     j = low
@@ -477,26 +488,30 @@ cdef void forward_tile(ForwardJob* job, Py_ssize_t b, Py_ssize_t h, Py_ssize_t t
         score_cells(keys + (j - a.base) * width, width, columns, hd, weight)
         edge = j + CHAIN_ROWS - 1 > first or (a.window and j < first + CHAIN_LANES - a.window)
         for i in range(j, min(j + CHAIN_ROWS, high)):
-            score = visible_score(a, vload(weight), first, 0, i, edge)
-            vstore(weight, score)
-            top0 = vmax(score, top0)
-            score = visible_score(a, vload(weight + vlanes), first, vlanes, i, edge)
-            vstore(weight + vlanes, score)
-            top1 = vmax(score, top1)
+            e = visible_cell(a, vload(weight), first, 0, i, edge)
+            vstore(weight, e)
+            top0 = vmax(e, top0)
+            e = visible_cell(a, vload(weight + vlanes), first, vlanes, i, edge)
+            vstore(weight + vlanes, e)
+            top1 = vmax(e, top1)
             weight += CHAIN_LANES
         j += CHAIN_ROWS
+    # the + 0 of the mask on visible keys turns a -0 into +0
+    top0 = vadd(vmul(top0, scale), vzero())
+    top1 = vadd(vmul(top1, scale), vzero())
     # exponentials and their serial sum; a hidden key adds +0
     sum0 = vzero()
     sum1 = vzero()
     weight = weights
     for j in range(low, high):
-        e = vexp_negative(vsub(vload(weight), top0))
+        e = exponential(vload(weight), scale, top0)
         sum0 = vadd(sum0, e)
         vstore(weight, e)
-        e = vexp_negative(vsub(vload(weight + vlanes), top1))
+        e = exponential(vload(weight + vlanes), scale, top1)
         sum1 = vadd(sum1, e)
         vstore(weight + vlanes, e)
         weight += CHAIN_LANES
+    fp_fast()
     if a.maxima != NULL:
         i = (b * a.heads + h) * a.length + row
         vstoren(a.maxima + i, top0, min(count, vlanes))
@@ -518,6 +533,7 @@ cdef void forward_tile(ForwardJob* job, Py_ssize_t b, Py_ssize_t h, Py_ssize_t t
             weight += CHAIN_LANES
         weigh_values(a, weights - low * CHAIN_LANES, values - a.base * width, contexts, first, count, j, block_end)
         j = block_end
+    fp_exact()
     for r in range(count):
         store_head(contexts + r * width, job.out + (b * a.length + row + r) * job.out_stride + h * hd, hd)
 

@@ -28,8 +28,9 @@ cdef struct BackwardScratch:
     float* rows         # (CHAIN_LANES, width)
     float* drows
     float* dqueries     # (CHAIN_LANES, width)
-    float* weights      # (view, CHAIN_LANES)
-    float* products     # (view, CHAIN_LANES): gradients of weights, then of scores before the scale
+    float* weights      # (view, CHAIN_LANES), and
+    float* dweights     # their gradients
+    float* dscores      # (KEY_BLOCK, CHAIN_LANES): gradients of score cells
     float* dkeys        # (span rows, width), continued by every tile of the unit
     float* dvalues
     float* sums         # (L): sum of weight times its gradient, of the present head
@@ -44,8 +45,9 @@ cdef Py_ssize_t backward_scratch(const Attention* a, float* start, BackwardScrat
     s.drows = s.rows + tile
     s.dqueries = s.drows + tile
     s.weights = s.dqueries + tile
-    s.products = s.weights + view
-    s.dkeys = s.products + view
+    s.dweights = s.weights + view
+    s.dscores = s.dweights + view
+    s.dkeys = s.dscores + KEY_BLOCK * CHAIN_LANES
     s.dvalues = s.dkeys + a.span_rows * a.width
     s.sums = s.dvalues + a.span_rows * a.width
     return (s.sums - start) + a.length + CHAIN_LANES
@@ -156,50 +158,93 @@ cdef void backward_weights(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, P
     """Weights and their gradients of a tile for the keys [low, high), and the sums of their products."""
     cdef Attention* a = &job.a
     cdef float* weight
-    cdef float* product
+    cdef float* dweight
     cdef Py_ssize_t j, i, lane, saved = (b * a.heads + h) * a.length + row
-    cdef vf total[2]
     cdef vf top[2]
-    cdef vf denominator[2]
+    cdef vf total[2]
     cdef vf reciprocal[2]
-    cdef vf w
+    cdef vf scale = vset(a.scale), e
     cdef bint edge
     for i in range(2):
         lane = max(0, min(vlanes, count - i * vlanes))
         top[i] = vloadn(a.maxima + saved + i * vlanes, lane)
-        denominator[i] = vloadn(a.denominators + saved + i * vlanes, lane)
-        reciprocal[i] = vdiv(vset(1.0), denominator[i])
-        total[i] = vzero()
+        total[i] = vloadn(a.denominators + saved + i * vlanes, lane)
+        reciprocal[i] = vdiv(vset(1.0), total[i])
+    weight = s.weights
     j = low
     while j < high:
         weight = s.weights + (j - low) * CHAIN_LANES
-        product = s.products + (j - low) * CHAIN_LANES
         score_cells(keys + j * a.width, a.width, s.columns, a.head_dim, weight)
-        score_cells(values + j * a.width, a.width, s.dcolumns, a.head_dim, product)
+        score_cells(values + j * a.width, a.width, s.dcolumns, a.head_dim, s.dweights + (j - low) * CHAIN_LANES)
         edge = j + CHAIN_ROWS - 1 > row or (a.window and j < row + CHAIN_LANES - a.window)
         for i in range(j, min(j + CHAIN_ROWS, high)):
-            w = visible_score(a, vload(weight), row, 0, i, edge)
-            w = weight_of(vexp_negative(vsub(w, top[0])), denominator[0], reciprocal[0])
-            total[0] = vfma(vload(product), w, total[0])
-            vstore(weight, w)
-            w = visible_score(a, vload(weight + vlanes), row, vlanes, i, edge)
-            w = weight_of(vexp_negative(vsub(w, top[1])), denominator[1], reciprocal[1])
-            total[1] = vfma(vload(product + vlanes), w, total[1])
-            vstore(weight + vlanes, w)
+            e = exponential(visible_cell(a, vload(weight), row, 0, i, edge), scale, top[0])
+            vstore(weight, weight_of(e, total[0], reciprocal[0]))
+            e = exponential(visible_cell(a, vload(weight + vlanes), row, vlanes, i, edge), scale, top[1])
+            vstore(weight + vlanes, weight_of(e, total[1], reciprocal[1]))
             weight += CHAIN_LANES
-            product += CHAIN_LANES
+        if fp_underflowed():
+            fp_fast()
         j += CHAIN_ROWS
     # rows that fill the last group of keys: hidden from the whole tile
     for i in range(high, j):
         vstore(weight, vzero())
         vstore(weight + vlanes, vzero())
         weight += CHAIN_LANES
-    for i in range(2):
-        vstore(s.sums + row + i * vlanes, vflush(total[i]))
+    sum_weight_gradients(s, high - low, s.sums + row)
     if any_negative_zero(s.sums + row, count):
+        fp_exact()
         for i in range(count):
             if is_negative_zero(s.sums[row + i]):
                 settle_sum(job, s.drows + i * a.width, values, high, s.sums + row + i)
+        fp_fast()
+
+
+cdef void sum_weight_gradients(BackwardScratch* s, Py_ssize_t keys, float* out) noexcept nogil:
+    """out = the serial sums over keys of weight times its gradient."""
+    cdef Py_ssize_t j
+    cdef float* weight = s.weights
+    cdef float* dweight = s.dweights
+    cdef vf sum0 = vzero(), sum1 = vzero()
+    for j in range(keys):
+        sum0 = vfma(vload(dweight), vload(weight), sum0)
+        sum1 = vfma(vload(dweight + vlanes), vload(weight + vlanes), sum1)
+        weight += CHAIN_LANES
+        dweight += CHAIN_LANES
+    vstore(out, sum0)
+    vstore(out + vlanes, sum1)
+    if fp_underflowed():
+        sum0 = vzero()
+        sum1 = vzero()
+        for j in range(keys):
+            weight = s.weights + j * CHAIN_LANES
+            dweight = s.dweights + j * CHAIN_LANES
+            sum0 = vfma_flushed(vload(dweight), vload(weight), sum0)
+            sum1 = vfma_flushed(vload(dweight + vlanes), vload(weight + vlanes), sum1)
+        vstore(out, sum0)
+        vstore(out + vlanes, sum1)
+        fp_fast()
+
+
+cdef void score_gradients(const float* weight, const float* dweight, const float* sums, float scale, Py_ssize_t keys,
+                          float* out) noexcept nogil:
+    """out = (weight * (dweight - sum)) * scale, (keys, CHAIN_LANES)."""
+    cdef Py_ssize_t i, n = keys * CHAIN_LANES
+    cdef vf factor = vset(scale), sum0 = vload(sums), sum1 = vload(sums + vlanes)
+    i = 0
+    while i < n:
+        vstore(out + i, vmul(vmul(vload(weight + i), vsub(vload(dweight + i), sum0)), factor))
+        i += vlanes
+        vstore(out + i, vmul(vmul(vload(weight + i), vsub(vload(dweight + i), sum1)), factor))
+        i += vlanes
+    if fp_underflowed():
+        i = 0
+        while i < n:
+            vstore(out + i, vmul_flushed(factor, vmul_flushed(vload(weight + i), vsub(vload(dweight + i), sum0))))
+            i += vlanes
+            vstore(out + i, vmul_flushed(factor, vmul_flushed(vload(weight + i), vsub(vload(dweight + i), sum1))))
+            i += vlanes
+        fp_fast()
 
 
 cdef void backward_tile(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_ssize_t h,
@@ -213,9 +258,8 @@ cdef void backward_tile(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_s
     cdef const float* queries = a.queries + (b * a.length + row) * a.query_stride + h * hd
     cdef const float* dout = job.dout + (b * a.length + row) * job.dout_stride + h * hd
     cdef float* weight
-    cdef float* product
-    cdef vf scale = vset(a.scale), total0, total1
 
+    fp_fast()
     pack_queries(queries, a.query_stride, count, hd, width, s.columns)
     pack_queries(dout, job.dout_stride, count, hd, width, s.dcolumns)
     copy_rows(queries, a.query_stride, count, hd, width, s.rows)
@@ -224,39 +268,34 @@ cdef void backward_tile(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_s
     end = low + (high - low + CHAIN_ROWS - 1) // CHAIN_ROWS * CHAIN_ROWS
     if row and h % group:
         # keys that no earlier query of this head has seen, whose sums come from earlier heads
+        fp_exact()
         for j in range(row, min(end, a.length)):
             settle_key(job, b, h, 0, row, values + j * width, s.sums, s.dkeys + j * width, s.dvalues + j * width)
+        fp_fast()
 
-    total0 = vload(s.sums + row)
-    total1 = vload(s.sums + row + vlanes)
     memset(s.dqueries, 0, CHAIN_LANES * width * sizeof(float))
     j = low
     while j < end:
         block_end = min(j + <Py_ssize_t> KEY_BLOCK, end)
         weight = s.weights + (j - low) * CHAIN_LANES
-        product = s.products + (j - low) * CHAIN_LANES
-        for i in range(block_end - j):
-            vstore(product, vmul(vmul(vload(weight), vsub(vload(product), total0)), scale))
-            vstore(product + vlanes, vmul(vmul(vload(weight + vlanes), vsub(vload(product + vlanes), total1)), scale))
-            weight += CHAIN_LANES
-            product += CHAIN_LANES
-        weight = s.weights + (j - low) * CHAIN_LANES
-        product = s.products + (j - low) * CHAIN_LANES
+        score_gradients(weight, s.dweights + (j - low) * CHAIN_LANES, s.sums + row, a.scale, block_end - j, s.dscores)
         d = 0
         while d < width:
             r = 0
             while r < count:
-                chain_columns(product + r, keys + j * width + d, width, s.dqueries + r * width + d, width,
+                chain_columns(s.dscores + r, keys + j * width + d, width, s.dqueries + r * width + d, width,
                               min(block_end, high) - j)
                 r += CHAIN_ROWS
             i = j
             while i < block_end:
-                chain_lanes(product + (i - j) * CHAIN_LANES, s.rows + d, width, s.dkeys + i * width + d, width, count)
+                chain_lanes(s.dscores + (i - j) * CHAIN_LANES, s.rows + d, width, s.dkeys + i * width + d, width,
+                            count)
                 chain_lanes(weight + (i - j) * CHAIN_LANES, s.drows + d, width, s.dvalues + i * width + d, width,
                             count)
                 i += CHAIN_ROWS
             d += CHAIN_LANES
         j = block_end
+    fp_exact()
     for r in range(count):
         settle_query(job, s.drows + r * width, keys, values, high, s.sums[row + r], s.dqueries + r * width)
         store_head(s.dqueries + r * width, job.dqueries + (b * a.length + row + r) * job.dqueries_stride + h * hd, hd)
