@@ -141,6 +141,55 @@ def test_attention_kernels_have_the_bits_of_the_slow_model(attention, cases, thr
         assert got == {name: case["digests"][name] for name in got}, case
 
 
+def flushed_product(a, b):
+    """F(a * b) of float32 arrays: the product is exact in float64, and rounds to float32 gradually."""
+    product = (np.asarray(a, np.float64) * np.asarray(b, np.float64)).astype(np.float32)
+    return np.where(np.abs(product) < np.float32(2.0**-126), np.copysign(np.float32(0), product), product)
+
+
+def factors_next_to_the_border(weights):
+    """For each weight a factor whose product with it lies just below 2^-126 and rounds up to it, where there is one."""
+    factors = []
+    for weight in weights:
+        mantissa = int(np.frexp(np.float64(weight))[0] * 2**24)
+        other = (2**48 - 2**23 - 1) // mantissa
+        if mantissa * other >= 2**48 - 2**24:
+            scale = -126 - np.frexp(np.float64(weight))[1]
+            factors.append(np.float32(np.ldexp(np.float64(other), scale - 24)))
+    return np.array(factors, np.float32)
+
+
+def test_results_that_round_up_to_the_smallest_normal_number(attention):
+    # With scores of 0 query p weighs its keys 1 / (p + 1) each. Hardware that flushes gives 0 for such products.
+    length = 70
+    weights = np.float32(1) / np.arange(1, length + 1, dtype=np.float32)
+    factors = factors_next_to_the_border(weights)
+    assert len(factors) >= 32
+    hd = len(factors) // 2 * 2
+    factors = factors[:hd]
+    want = flushed_product(weights[:, None], factors)
+    assert (want == np.float32(2.0**-126)).any(axis=1).sum() >= 20
+    q, values = np.zeros((1, length, 1, hd), np.float32), np.zeros((1, 1, length, hd), np.float32)
+    queries, keys = q.reshape(length, hd), pack(attention, np.zeros_like(values), 0, 0, hd)
+    values[0, 0, 0] = factors
+    out, maxima, denominators = np.empty_like(queries), *np.empty((2, 1, 1, length), np.float32)
+    attention.attention_forward(
+        queries, keys, pack(attention, values, 0, 0, hd), out, maxima, denominators, hd, 0, 0, 0, Workspace(), 1
+    )
+    assert out.tobytes() == want.tobytes()
+    zeros = pack(attention, np.zeros_like(values), 0, 0, hd)
+    for p in (1, 2, 10, 45, 69):
+        dout = np.zeros_like(queries)
+        dout[p] = factors
+        dq, dk, dv = np.full((3, length, hd), 7.0, np.float32)
+        attention.attention_backward(
+            dout, queries, keys, zeros, maxima, denominators, dq, dk, dv, hd, 0, Workspace(), 1
+        )
+        expected = np.zeros_like(dv)
+        expected[: p + 1] = want[p]
+        assert dv.tobytes() == expected.tobytes() and not dq.any() and not dk.any()
+
+
 def zero_sign_cases():
     """Cases in which a skipped term of a hidden key decides the sign of a zero: (q, k, v, dout, signs wanted).
 
