@@ -49,7 +49,10 @@ def extension(module, source, number, flags, depends):
 
 def extensions():
     shared = [f"{CORE}/{name}" for name in sorted(os.listdir(CORE)) if name.endswith((".pxi", ".pxd", ".h"))]
-    found = [extension("mojolearn._core._pool", f"{CORE}/_pool.pyx", 1 if X86_64 else 0, [], shared)]
+    found = [
+        extension(f"mojolearn._core.{name}", f"{CORE}/{name}.pyx", 1 if X86_64 else 0, [], shared)
+        for name in ("_pool", "byte_planes")
+    ]
     for name, (number, flags) in INSTRUCTION_SETS.items():
         for family in FAMILIES:
             source = f"{CORE}/{name}/{family}.pyx"

@@ -164,8 +164,11 @@ def parse(text: bytes, what: str, max_marks: int, exact_numbers: bool = False) -
         return value
 
     # Given bytes, json.loads would guess another encoding where there are zeros.
-    text = text.decode("ascii")
+    characters = text.decode("ascii")
+    del text
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite, parse_int=integer)
+        return json.loads(
+            characters, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite, parse_int=integer
+        )
     except (json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{what} is not valid JSON: {error}") from None

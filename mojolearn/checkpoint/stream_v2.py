@@ -47,7 +47,7 @@ def write_stream(file: HashingWriter, pipeline: Pipeline, state: State) -> str:
         The header is larger than a reader accepts.
     """
     arrays = {name: as_bytes(state[name]) for name in TRAINING_ARRAYS}
-    digests = pipeline.map(lambda data: hashlib.sha256(data).hexdigest(), ([data] for data in arrays.values()))
+    digests = pipeline.map(lambda data: hashlib.sha256(data).hexdigest(), ((data,) for data in arrays.values()))
     header = canonical({
         "arrays": [
             {"name": name, "dtype": dtype, "shape": [len(data) // 4], "nbytes": len(data), "sha256": digest}
@@ -121,7 +121,7 @@ class StreamReader:
 
     def digests(self) -> dict[str, str]:
         """Stated digests of the arrays as ``{name: hexadecimal}``."""
-        return {entry.name: entry.sha256 for entry in self.entries}
+        return {entry.name: str(entry.sha256) for entry in self.entries}
 
     def stored(self) -> dict[str, int]:
         """Sizes of the arrays in the file as ``{name: bytes}``."""

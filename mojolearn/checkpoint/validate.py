@@ -87,8 +87,10 @@ def check_training(state: State, entries: list[ArrayEntry], known_keys_only: boo
     _check_count(rng["seed"], "rng.seed", 2**64 - 1)
     _check_count(rng["counter"], "rng.counter", 2**32)
     total = sum(math.prod(shape) for _, shape in registry)
-    expected = [(name, dtype, (total,)) for name, dtype in TRAINING_ARRAYS.items()]
-    expected[-1] = (*expected[-1][:2], (len(registry),))
+    sizes = [total, total, total, len(registry)]
+    expected: list[Described] = [
+        (name, dtype, (size,)) for (name, dtype), size in zip(TRAINING_ARRAYS.items(), sizes, strict=True)
+    ]
     _check_entries(entries, expected)
     return registry
 
@@ -138,7 +140,7 @@ def check_config(config: Any, registry: list[Any] | None = None, most_layers: in
     """
     from mojolearn.config import SambaConfig
 
-    _check_object(config, "config", SambaConfig.__dataclass_fields__)
+    _check_object(config, "config", ("layers",))
     if most_layers is not None and isinstance(config["layers"], list) and len(config["layers"]) > most_layers:
         raise CheckpointError(f"config has {len(config['layers'])} layers, too many for what the file holds")
     try:

@@ -471,7 +471,7 @@ def test_wrong_options_for_weights(tmp_path):
         checkpoint.save_weights(tmp_path / "file", files.CONFIG, tensors, "int4")
     with pytest.raises(ValueError, match=r"packed must name matrices of the model, got norm_f.weight"):
         checkpoint.save_weights(tmp_path / "file", files.CONFIG, tensors, "int8", packed=["norm_f.weight"])
-    with pytest.raises(CheckpointError, match="config lacks vocab"):
+    with pytest.raises(CheckpointError, match="config lacks layers"):
         checkpoint.save_weights(tmp_path / "file", {}, tensors)
 
 
