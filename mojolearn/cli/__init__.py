@@ -8,13 +8,16 @@ something failed or a check did not hold, 2 for a wrong command line, 130 after 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from mojolearn.cli import bench, evaluate, export, generate, inspect, plot, train, verify
+from mojolearn.cli import bench, evaluate, export, generate, inspect, plot, ranks, train, verify
 from mojolearn.cli._common import UsageError
+from mojolearn.distributed import launched_ranks
 
 __all__ = ["main"]
 
@@ -61,33 +64,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args = _parse(parser, argv)
     if args.version:
         return _show_version()
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
     try:
+        _check_ranks(args)
         _apply_numeric_options(args)
         status: int = args.run(args)
         sys.stdout.flush()
         return status
     except UsageError as error:
-        _report(args, error)
-        return 2
-    except BrokenPipeError:
+        return _fail(args, error, 2)
+    except BrokenPipeError as error:
         # The reader of our output, `head` say, has seen enough. Python would complain once more while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        ranks.end_job(error)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
+        ranks.end_job(error)
         return 130
-    except MemoryError as error:
-        _report(args, RuntimeError(f"not enough memory: {error}" if str(error) else "not enough memory"))
-        return 1
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError) as error:
+        return _fail(args, error, 1)
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    if ranks.speaks():
+        return parser.parse_args(argv)
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        return parser.parse_args(argv)
+
+
+def _check_ranks(args: argparse.Namespace) -> None:
+    if launched_ranks()[1] > 1 and args.command != "train":
+        raise UsageError("mpiexec is for train; start the other commands without it")
+
+
+def _fail(args: argparse.Namespace, error: Exception, status: int) -> int:
+    if not ranks.is_told_by_rank_0(error):
         _report(args, error)
-        return 1
+    ranks.end_job(error)
+    return status
 
 
 def _apply_numeric_options(args: argparse.Namespace) -> None:
@@ -104,7 +124,11 @@ def _report(args: argparse.Namespace, error: Exception) -> None:
         message = f"{error.filename}: {error.strerror}"
     else:
         message = " ".join(str(error).split()) or type(error).__name__
-    print(f"mojolearn {args.command}: error: {message}", file=sys.stderr)
+        if isinstance(error, MemoryError):
+            message = f"not enough memory: {error}" if str(error) else "not enough memory"
+    rank, count, _ = launched_ranks()
+    where = f" rank {rank}:" if count > 1 and not getattr(error, "on_all_ranks", False) else ""
+    print(f"mojolearn {args.command}:{where} error: {message}", file=sys.stderr)
 
 
 def _show_version() -> int:

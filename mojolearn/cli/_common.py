@@ -12,6 +12,7 @@ from typing import Any
 
 from mojolearn._typing import NumericMode
 from mojolearn.cli._tokenizer import ByteText, TokenizerText
+from mojolearn.cli.ranks import speaks
 from mojolearn.cli.run_folder import RunFolder
 
 SAFETENSORS = ".safetensors"
@@ -53,12 +54,14 @@ def add_numeric_options(parser: argparse.ArgumentParser, mode: bool = True) -> N
 
 def note(text: str) -> None:
     """A line for the reader, never for the next program."""
-    print(text, file=sys.stderr, flush=True)
+    if speaks():
+        print(text, file=sys.stderr, flush=True)
 
 
 def emit(args: argparse.Namespace, result: dict[str, Any], text: str) -> None:
     """The command's result on standard output: as JSON with ``--json``, else as text."""
-    print(json.dumps(result, allow_nan=False) if args.json else text, flush=True)
+    if speaks():
+        print(json.dumps(result, allow_nan=False) if args.json else text, flush=True)
 
 
 def progress(total: int, description: str, unit: str, **options: Any) -> Any:
@@ -70,7 +73,7 @@ def progress(total: int, description: str, unit: str, **options: Any) -> Any:
         desc=description,
         unit=unit,
         file=sys.stderr,
-        disable=not sys.stderr.isatty(),
+        disable=not (speaks() and sys.stderr.isatty()),
         dynamic_ncols=True,
         **{"delay": 2, "leave": False, **options},
     )

@@ -6,7 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mojolearn.cli._common import UsageError, add_command, bytes_text, checkpoint_file, emit, load_model
+from mojolearn.cli._common import (
+    UsageError,
+    add_command,
+    bytes_text,
+    checkpoint_file,
+    emit,
+    file_facts,
+    load_model,
+    progress,
+)
 from mojolearn.cli.evaluate import evaluate
 
 EXAMPLES = """\
@@ -42,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     keep = [name.strip() for name in args.keep.split(",") if name.strip()]
     if source.resolve() == Path(args.out).resolve():
         raise UsageError(f"--out {args.out} is the file that is exported")
-    report = export(source, args.out, format=args.format, keep=keep)
+    with progress(4 * file_facts(source)["num_parameters"], "exporting", "B", unit_scale=True) as bar:
+        report = export(source, args.out, format=args.format, keep=keep, progress=lambda done: bar.update(done - bar.n))
     if args.text:
         before, after = load_model(str(source)), load_model(args.out)
         seq_len = before.run.get("settings", {}).get("seq_len", 256)

@@ -9,6 +9,8 @@ from mojolearn.config import SambaConfig
 
 FLOAT = 4
 INTERPRETER = 80 << 20  # Python, NumPy and the compiled modules
+LEAF = 128  # tokens whose gradients are summed before anything is merged
+MARGIN = 1.25  # scratch and alignment
 LOGITS_LIMIT = 256 << 20  # the head works through tokens in pieces of at most this many bytes
 
 
@@ -21,10 +23,11 @@ def training_memory(config: SambaConfig, batch_size: int, seq_len: int, accumula
     batch_size, seq_len, accumulation_steps : int
     """
     tokens = batch_size // accumulation_steps * seq_len
-    # Parameters, two moments, the gradient; with several leaves of 128 tokens, partial sums of the largest matrix.
-    weights = 4 * FLOAT * config.num_parameters
+    # Parameters, two moments and the gradient; micro-batches add the subtrees of a sum that wait for their neighbour.
+    buffers = 4
     if accumulation_steps > 1:
-        weights += FLOAT * config.num_parameters * max(1, (tokens * accumulation_steps // 128).bit_length() + 1)
+        pieces = accumulation_steps if tokens % LEAF == 0 else tokens * accumulation_steps // LEAF
+        buffers += pieces.bit_length() + 1
 
     kept = 2 * config.d_model  # embedding output and final norm
     widest = 0
@@ -33,7 +36,8 @@ def training_memory(config: SambaConfig, batch_size: int, seq_len: int, accumula
         kept += width
         widest = max(widest, backward)
     logits = min(FLOAT * tokens * config.vocab, LOGITS_LIMIT)
-    return INTERPRETER + weights + FLOAT * tokens * (kept + widest) + 2 * logits
+    activations = MARGIN * FLOAT * tokens * (kept + widest)
+    return INTERPRETER + buffers * FLOAT * config.num_parameters + int(activations) + 2 * logits
 
 
 def _block_widths(config: SambaConfig, kind: str) -> tuple[int, int]:
@@ -43,12 +47,11 @@ def _block_widths(config: SambaConfig, kind: str) -> tuple[int, int]:
     if kind == "mamba3":
         projected = shapes["in_proj.weight"][0]
         heads = shapes["dt_bias"][0]
-        # Rows of q and k of all heads, before and after rotation, and a chunk's states beside the projections.
-        rows = heads * 128
-        return projected + 3 * d + 4 * rows, 2 * projected + 6 * rows
+        rows = heads * 128  # a row of q or k for all heads
+        return projected + 3 * d + rows, 2 * projected + 6 * rows
     inner = shapes["gate_proj.weight"][0]
     keys = shapes["k_proj.weight"][0]
-    return 6 * d + 2 * keys + 4 * inner, 6 * d + 2 * keys + 4 * inner
+    return 3 * d + 2 * keys + 2 * inner, 6 * d + 2 * keys + 4 * inner
 
 
 def available_memory() -> int | None:

@@ -55,6 +55,10 @@ class TrainSettings:
     beta2: float = field(default=0.98, metadata={"table": "training", "help": "AdamW beta2"})
     max_norm: float = field(default=1.0, metadata={"table": "training", "help": "gradient norm limit, 0 for none"})
     accumulation_steps: int = field(default=1, metadata={"table": "training", "help": "micro-batches of a step"})
+    n_shards: int = field(
+        default=1,
+        metadata={"table": "training", "help": "row shards of mode deterministic, at least the number of ranks"},
+    )
     seed: int = field(default=0, metadata={"table": "training", "help": "seed of weights, dropout and data order"})
     numeric_mode: str | None = field(
         default=None, metadata={"table": "training", "help": "identical, deterministic or fast (library default)"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mojolearn._typing import NumericMode
+from mojolearn.cli import ranks
 from mojolearn.cli import settings as settings_module
 from mojolearn.cli._common import UsageError, add_command, add_numeric_options, checkpoint_file, emit, note
 from mojolearn.cli.resources import check_memory
@@ -16,6 +17,7 @@ from mojolearn.cli.run_data import RunData
 from mojolearn.cli.run_folder import RunFolder
 from mojolearn.cli.settings import FREE_ON_RESUME, TrainSettings
 from mojolearn.cli.trainer import EXTRA_SCHEMA, Trainer
+from mojolearn.distributed import Comm
 
 EXAMPLES = """\
   mojolearn train books/ --out run
@@ -24,6 +26,7 @@ EXAMPLES = """\
   mojolearn train --out run --resume                         after Ctrl-C, a crash or a reboot
   mojolearn train new/ --out tuned --init run --lr 3e-4      fine-tune the weights of another run
   mojolearn train corpus/ --out run --tokenizer tokenizer.json
+  mpiexec -n 4 mojolearn train books/ --out run              with four processes, to the bits of one
 
 The first Ctrl-C finishes the step, saves a checkpoint and ends with status 130; a second one stops at once.
 """
@@ -71,9 +74,15 @@ def run(args: argparse.Namespace) -> int:
         del given["paths"]
     if args.config:
         given = {**settings_module.read_config(args.config), **given}
-    trainer = _resumed(folder, given) if args.resume else _fresh(folder, given, args.dry_run)
+    comm = ranks.connect(args.threads)
+
+    def build() -> Trainer:
+        return _resumed(folder, given, comm) if args.resume else _fresh(folder, given, args.dry_run, comm)
+
+    trainer = ranks.in_turn(comm, build)
     plan = trainer.plan()
-    note(trainer.plan_text(plan))
+    if plan is not None:
+        note(trainer.plan_text(plan))
     if args.dry_run:
         emit(args, plan, "nothing was trained (--dry-run)")
         return 0
@@ -83,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _fresh(folder: RunFolder, given: dict[str, Any], dry_run: bool) -> Trainer:
+def _fresh(folder: RunFolder, given: dict[str, Any], dry_run: bool, comm: Comm | None) -> Trainer:
     import mojolearn
     from mojolearn.training import Generator
 
@@ -135,6 +144,8 @@ def _fresh(folder: RunFolder, given: dict[str, Any], dry_run: bool) -> Trainer:
         max_norm=settings.max_norm or None,
         accumulation_steps=settings.accumulation_steps,
         numeric_mode=cast("NumericMode | None", settings.numeric_mode),
+        comm=comm,
+        n_shards=settings.n_shards,
     )
     if source is not None:
         stack.load_weights(source.parameters())
@@ -142,13 +153,13 @@ def _fresh(folder: RunFolder, given: dict[str, Any], dry_run: bool) -> Trainer:
     return Trainer(folder, settings, stack, data, tokenizer)
 
 
-def _resumed(folder: RunFolder, given: dict[str, Any]) -> Trainer:
+def _resumed(folder: RunFolder, given: dict[str, Any], comm: Comm | None) -> Trainer:
     import mojolearn
 
     newest = folder.newest()
     if newest is None:
         raise FileNotFoundError(f"{folder.path}: no checkpoint to resume from")
-    stack = mojolearn.SambaStack.from_checkpoint(newest)
+    stack = mojolearn.SambaStack.from_checkpoint(newest, comm=comm)
     extra = stack.extra
     if not isinstance(extra, dict) or extra.get("schema") != EXTRA_SCHEMA:
         raise ValueError(f"{newest}: not written by mojolearn train, so there is no run to resume (see --init)")
@@ -167,7 +178,8 @@ def _resumed(folder: RunFolder, given: dict[str, Any]) -> Trainer:
     trainer = Trainer(folder, settings, stack, data, extra["tokenizer"])
     trainer.best_loss = extra["best_loss"]
     trainer.last_valid = extra["last_valid"]
-    folder.cut_metrics(stack.optimizer.t)
+    if ranks.speaks():
+        folder.cut_metrics(stack.optimizer.t)
     note(f"resuming {newest} after step {stack.optimizer.t:,}")
     return trainer
 

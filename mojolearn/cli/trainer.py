@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -12,10 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from mojolearn.cli._common import bytes_text, note, progress, time_text
+from mojolearn.cli.ranks import speaks
 from mojolearn.cli.resources import training_memory
 from mojolearn.cli.run_data import RunData
 from mojolearn.cli.run_folder import RunFolder
 from mojolearn.cli.settings import TrainSettings
+from mojolearn.distributed import Comm, agree, divide_rows, require_agreement
 
 EXTRA_SCHEMA = "mojolearn.run.v1"
 SPEED_WINDOW = 30.0  # seconds over which the shown speed is averaged
@@ -36,6 +40,13 @@ class Trainer:
         self.last_train: dict[str, Any] | None = None
         self.tokens_per_step = settings.batch_size * settings.seq_len
         self.stop_signal: int | None = None
+        self.comm: Comm | None = stack.comm
+        if self.comm is not None:
+            self._check_ranks(self.comm)
+
+    def _check_ranks(self, comm: Comm) -> None:
+        """Refuse what cannot be divided at once, and not after the first batch."""
+        divide_rows(self.settings.batch_size, self.settings.seq_len, comm.size, self.stack.n_shards)
 
     @property
     def step(self) -> int:
@@ -43,10 +54,16 @@ class Trainer:
 
     # -- before --------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> dict[str, Any]:
-        """Size, memory need and time estimate; gradients are computed for the latter, and thrown away."""
+    def plan(self) -> dict[str, Any] | None:
+        """Size, memory need and time estimate; gradients are computed for the latter, and thrown away.
+
+        Rank 0 makes it; the others get None.
+        """
+        if not speaks():
+            return None
         config, settings = self.stack.config, self.settings
-        seconds = self._gradient_seconds() * settings.accumulation_steps
+        ranks = 1 if self.comm is None else self.comm.size
+        seconds = self._gradient_seconds() * settings.accumulation_steps / ranks
         left = max(0, settings.steps - self.step)
         return {
             "parameters": config.num_parameters,
@@ -55,9 +72,8 @@ class Trainer:
             "train_tokens": self.data.train.n_tokens,
             "valid_tokens": self.data.valid.n_tokens if self.data.valid else 0,
             "files": len(self.data.train.files),
-            "memory_bytes": training_memory(
-                config, settings.batch_size, settings.seq_len, settings.accumulation_steps
-            ),
+            "memory_bytes": training_memory(config, settings.batch_size, settings.seq_len, settings.accumulation_steps),
+            "ranks": ranks,
             "checkpoint_bytes": 3 * 4 * config.num_parameters,
             "steps_left": left,
             "step_seconds": seconds,
@@ -67,7 +83,7 @@ class Trainer:
 
     def _gradient_seconds(self) -> float:
         """Time for the gradient of a micro-batch; the first one also warms up, so a quick one is taken again."""
-        rows = self.settings.batch_size // self.settings.accumulation_steps
+        rows = max(self.settings.batch_size // self.settings.accumulation_steps, self.stack.n_shards)
         inputs, targets = self.data.train.peek()
         seconds = math.inf
         for _ in range(3):
@@ -83,13 +99,15 @@ class Trainer:
         import mojolearn
 
         config, settings = self.stack.config, self.settings
+        processes = f"{plan['ranks']} ranks of " if plan["ranks"] > 1 else ""
         kinds = ", ".join(f"{config.layers.count(kind)} {kind}" for kind in dict.fromkeys(config.layers))
         return (
             f"model   {plan['parameters']:,} parameters: width {config.d_model}, {kinds}, {config.vocab:,} tokens\n"
             f"data    {plan['files']:,} files, {plan['train_tokens']:,} tokens to train on, "
             f"{plan['valid_tokens']:,} held out\n"
             f"steps   {settings.steps:,} of {settings.batch_size} x {settings.seq_len} tokens "
-            f"({plan['epochs']:.2g} epochs), mode {plan['numeric_mode']}, {mojolearn.get_num_threads()} threads\n"
+            f"({plan['epochs']:.2g} epochs), mode {plan['numeric_mode']}, "
+            f"{processes}{mojolearn.get_num_threads()} threads\n"
             f"memory  about {bytes_text(plan['memory_bytes'])}; "
             f"a checkpoint is at most {bytes_text(plan['checkpoint_bytes'])}\n"
             f"time    about {time_text(plan['seconds'])} for {plan['steps_left']:,} steps"
@@ -111,14 +129,23 @@ class Trainer:
             0, or 128 and the number of the signal that ended the run early.
         """
         settings = self.settings
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        self.folder.config.write_text(settings.to_toml(), encoding="utf-8")
+        if self.comm is not None:
+            require_agreement(self.comm, {"digest of the training data": self.data.train.digest})
+            self.stack.check_ranks()
+        if speaks():
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            self.folder.config.write_text(settings.to_toml(), encoding="utf-8")
         bar = progress(settings.steps, "training", "step", initial=self.step, delay=0, leave=True)
-        with self._signals(), open(self.folder.metrics, "a", encoding="utf-8") as metrics, bar:
+        with (
+            self._signals(),
+            open(self.folder.metrics if speaks() else os.devnull, "a", encoding="utf-8") as metrics,
+            bar,
+        ):
             clock = _Clock()
             goal = settings.steps if stop_after is None else min(stop_after, settings.steps)
             while self.step < goal and self.stop_signal is None:
                 self._one_step(metrics, clock, bar)
+                self._agree_on_stop()
                 last = self.step == goal or self.stop_signal is not None
                 if self.data.valid and (self.step % settings.eval_every == 0 or self.step == settings.steps):
                     self._evaluate(metrics)
@@ -129,6 +156,13 @@ class Trainer:
         if self.step < settings.steps:
             note(f"stopped after step {self.step:,}; go on with: mojolearn train --out {self.folder.path} --resume")
         return 128 + self.stop_signal if self.stop_signal is not None and self.step < goal else 0
+
+    def _agree_on_stop(self) -> None:
+        """A signal that one rank has got ends the run on all of them after the same step."""
+        if self.comm is not None:
+            self.stop_signal = agree(
+                self.comm, None, self.stop_signal, lambda signals: next(filter(None, signals), None)
+            )
 
     def _one_step(self, metrics: Any, clock: _Clock, bar: Any) -> None:
         inputs, targets = next(self.data.train)
@@ -173,20 +207,29 @@ class Trainer:
         """Mean loss over the first `eval_windows` windows that are held out, the same ones each time."""
         wanted = self.settings.eval_windows or self.data.valid.n_windows
         wanted = min(wanted, self.data.valid.n_windows)
+        rank, ranks = (0, 1) if self.comm is None else (self.comm.rank, self.comm.size)
         losses: list[float] = []
+        seen = 0
         with progress(wanted, "evaluating", "row") as bar:
-            for inputs, targets in self.data.valid:
-                rows = min(len(inputs), wanted - len(losses))
-                losses += [self.stack.loss(inputs[:rows], targets[:rows])] * rows
+            for number, (inputs, targets) in enumerate(self.data.valid):
+                rows = min(len(inputs), wanted - seen)
+                if number % ranks == rank:
+                    losses += [self.stack.loss(inputs[:rows], targets[:rows])] * rows
+                seen += rows
                 bar.update(rows)
-                if len(losses) == wanted:
+                if seen == wanted:
                     break
-        return math.fsum(losses) / len(losses)
+        if self.comm is None:
+            return math.fsum(losses) / wanted
+        # fsum is exact before it rounds, so the ranks' order does not matter.
+        loss: float = agree(self.comm, None, losses, lambda parts: math.fsum(itertools.chain(*parts)) / wanted)
+        return loss
 
     def save(self) -> None:
         """Write the checkpoint of this step and drop those that are too old to keep."""
         self.stack.save_checkpoint(self.folder.checkpoint(self.step), extra=self._extra())
-        self.folder.forget_old(self.settings.keep)
+        if speaks():
+            self.folder.forget_old(self.settings.keep)
 
     def _extra(self) -> dict[str, Any]:
         return {
@@ -223,7 +266,8 @@ class Trainer:
         """A note that does not break the progress bar."""
         from tqdm import tqdm
 
-        tqdm.write(text, file=sys.stderr)
+        if speaks():
+            tqdm.write(text, file=sys.stderr)
 
     # -- after ---------------------------------------------------------------------------------------------------------
 
