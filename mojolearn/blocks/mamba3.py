@@ -195,7 +195,8 @@ class Mamba3Block(Block):
     >>> from mojolearn import Mamba3Block
     >>> rng = np.random.default_rng(0)
     >>> shapes = {"block_norm.weight": (32,), "in_proj.weight": (419, 32), "dt_bias": (1,), "B_norm.weight": (128,)}
-    >>> shapes |= {"C_norm.weight": (128,), "B_bias": (1, 128), "C_bias": (1, 128), "D": (1,), "out_proj.weight": (32, 64)}
+    >>> shapes |= {"C_norm.weight": (128,), "B_bias": (1, 128), "C_bias": (1, 128), "D": (1,)}
+    >>> shapes |= {"out_proj.weight": (32, 64)}
     >>> block = Mamba3Block({name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()})
     >>> x = rng.normal(size=(2, 10, 32)).astype(np.float32)
     >>> state = block.allocate_state(2)
