@@ -10,6 +10,8 @@ import operator
 
 import numpy as np
 
+from mojolearn._core import layers
+
 __all__ = ["as_float32", "as_ids", "as_index", "as_lengths", "as_ragged_ids", "as_real", "describe"]
 
 
@@ -226,15 +228,14 @@ def _integer_array(value, name, ndim):
 
 
 def _check_ids(array, name, vocab, ignore):
-    if int(array.min()) >= 0 and int(array.max()) < vocab:
-        return
-    bad = array < 0
-    if vocab <= np.iinfo(array.dtype).max:
-        bad |= array >= vocab
-    if ignore is not None and np.iinfo(array.dtype).min <= ignore:
-        bad &= array != ignore
-    if bad.any():
-        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), array.shape))
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype not in (np.int32, np.int64):
+        if flat.dtype.kind == "u" and flat.dtype.itemsize == 8:
+            flat = np.minimum(flat, np.iinfo(np.int64).max)
+        flat = flat.astype(np.int64)
+    bad = layers.first_bad_id(flat, vocab, 0 if ignore is None else ignore)
+    if bad >= 0:
+        where = tuple(int(i) for i in np.unravel_index(bad, array.shape))
         also = f" or {ignore}" if ignore is not None else ""
         raise ValueError(f"{name} must be in [0, {vocab}){also}, got {int(array[where])} at index {where}")
 

@@ -560,6 +560,22 @@ def all_finite(x, int threads):
     return first_nonfinite([x], threads) < 0
 
 
+# ---- token ids ---------------------------------------------------------------------------------------------------
+
+ctypedef fused token_id:
+    int32_t
+    int64_t
+
+
+def first_bad_id(const token_id[::1] ids, int64_t vocab, int64_t ignore):
+    """Index of the first id that is neither in [0, vocab) nor ``ignore``; -1 if there is none."""
+    cdef Py_ssize_t i
+    for i in range(ids.shape[0]):
+        if not 0 <= ids[i] < vocab and ids[i] != ignore:
+            return i
+    return -1
+
+
 # ---- embedding ---------------------------------------------------------------------------------------------------
 
 cdef struct EmbeddingJob:
