@@ -1,16 +1,24 @@
 """`SambaStack`: construction, parameters, steps that fail, state, copies."""
 
 import copy
+import os
+import pathlib
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
 
+import mojolearn
 from mojolearn.config import SambaConfig
 from mojolearn.stack import SambaStack
 from mojolearn.training import AdamW, ConstantLR, Generator, clip_grad_norm_, cross_entropy
+
+SOURCE = str(pathlib.Path(mojolearn.__file__).resolve().parents[1])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])}
 
 CONFIG = SambaConfig(40, 32, ("mamba3", "attention"), n_heads=2, intermediate=24, tie_embeddings=False)
 RNG = np.random.default_rng(0)
@@ -279,3 +287,43 @@ def test_optimizer_settings_can_be_changed():
     stack.optimizer.lr = 0.5
     assert stack.train_step(X, Y)["lr"] == 0.5
     assert stack.state_dict()["optimizer"]["lr"] == 0.5
+
+
+def test_gradients_repeat():
+    """The same call gives the same bits again, at any number of threads."""
+    before = mojolearn.get_num_threads()
+    stack = new()
+    _, want = stack.loss_and_grads(X, Y)
+    try:
+        for threads in (1, 2, 4) * 4:
+            mojolearn.set_num_threads(threads)
+            for got, value in zip(stack.loss_and_grads(X, Y)[1], want):
+                assert got.tobytes() == value.tobytes()
+    finally:
+        mojolearn.set_num_threads(before)
+
+
+LARGE_VOCABULARY = """
+import resource
+import numpy as np
+import mojolearn
+from mojolearn.training import Generator
+
+mojolearn.model.HEAD_BYTES = 8 << 20
+config = mojolearn.SambaConfig(50_000, 32, ("mamba3",))
+stack = mojolearn.SambaStack(config, generator=Generator(0))
+ids = np.random.default_rng(0).integers(0, 50_000, (1, 600))
+stack.loss(ids[:, :20], ids[:, :20])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+stack.loss_and_grads(ids, ids)
+stack.loss(ids, ids)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux only")
+def test_the_head_holds_one_bounded_buffer():
+    """All logits would be 114 MiB; the gradient of the embedding and its counter are 6 MiB each."""
+    done = subprocess.run([sys.executable, "-c", LARGE_VOCABULARY], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 80.0
