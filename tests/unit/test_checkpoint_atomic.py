@@ -45,7 +45,7 @@ def temporary(request, monkeypatch):
 
 @pytest.mark.parametrize("compression", ["zstd", None])
 def test_killed_savers_leave_the_old_file_or_the_new_one(tmp_path, compression):
-    check_ended_well(start_saver("kill", tmp_path, 40, *filter(None, [compression])))
+    check_ended_well(start_saver("kill", tmp_path, 60, *filter(None, [compression])))
 
 
 @pytest.mark.long
