@@ -127,7 +127,8 @@ def _report(args: argparse.Namespace, error: Exception) -> None:
         if isinstance(error, MemoryError):
             message = f"not enough memory: {error}" if str(error) else "not enough memory"
     rank, count, _ = launched_ranks()
-    where = f" rank {rank}:" if count > 1 and not getattr(error, "on_all_ranks", False) else ""
+    alone = count > 1 and not getattr(error, "on_all_ranks", False) and not isinstance(error, UsageError)
+    where = f" rank {rank}:" if alone else ""
     print(f"mojolearn {args.command}:{where} error: {message}", file=sys.stderr)
 
 

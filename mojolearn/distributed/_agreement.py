@@ -42,9 +42,11 @@ def agree(
     reports = comm.gather((None if problem is None else (type(problem), str(problem)), value))
     answer = None
     if reports is not None:
-        failures = [(rank, *report[0]) for rank, report in enumerate(reports) if report[0] is not None]
+        failures = [(rank, *failure) for rank, (failure, _) in enumerate(reports) if failure is not None]
         if failures:
-            answer = _verdict(failures, comm.size)
+            # Rank 0 speaks for all, so only another one has to be named.
+            rank, kind, text = failures[0]
+            answer = (kind, f"rank {rank}: {text}" if rank else text), None
         else:
             try:
                 answer = None, None if combine is None else combine([report[1] for report in reports])
@@ -54,13 +56,6 @@ def agree(
     if failure is not None:
         raise _rebuilt(*failure)
     return result
-
-
-def _verdict(failures: list[tuple[int, type, str]], size: int) -> tuple[tuple[type, str], None]:
-    rank, kind, text = failures[0]
-    if len(failures) == size and all(failure[1:] == (kind, text) for failure in failures):
-        return (kind, text), None
-    return (kind, f"rank {rank}: {text}"), None
 
 
 def _rebuilt(kind: type, text: str) -> BaseException:

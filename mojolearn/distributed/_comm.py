@@ -50,13 +50,16 @@ class Comm(ABC):
         This rank, from 0.
     size : int
         Number of ranks.
+    timeout : float
+        Seconds to wait for a message before its sender is taken for lost.
     traffic : Traffic
         What this rank has sent so far.
     """
 
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank: int, size: int, timeout: float):
         self.rank = rank
         self.size = size
+        self.timeout = timeout
         self.traffic = Traffic()
 
     def __repr__(self) -> str:

@@ -46,11 +46,10 @@ class LocalComm(Comm):
     """
 
     def __init__(self, rank: int, size: int, timeout: float = 60.0, *, _group: _Group | None = None):
-        super().__init__(rank, size)
+        super().__init__(rank, size, as_real(timeout, "timeout", 0.0))
         if size > 1 and _group is None:
             raise ValueError(f"a LocalComm of {size} ranks comes from LocalComm.group({size})")
         self._group = _group or _Group()
-        self.timeout = as_real(timeout, "timeout", 0.0)
 
     @classmethod
     def group(cls, size: int, timeout: float = 60.0) -> list[LocalComm]:

@@ -70,10 +70,10 @@ class MPIComm(Comm):
             raise ImportError(f"MPI ranks need mpi4py and an MPI library ({error}): {INSTALL}") from error
         if timeout is None:
             timeout = float(os.environ.get("MOJOLEARN_MPI_TIMEOUT", _TIMEOUT))
-        self.timeout = as_real(timeout, "timeout", 0.0)
+        timeout = as_real(timeout, "timeout", 0.0)
         self._mpi = MPI
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
-        super().__init__(self._comm.Get_rank(), self._comm.Get_size())
+        super().__init__(self._comm.Get_rank(), self._comm.Get_size(), timeout)
         if self.size > 1:
             self._abort_on_uncaught_errors()
 
