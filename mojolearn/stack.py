@@ -102,7 +102,7 @@ class SambaStack(SambaModel):
     -----
     A training step that fails, by a refusal, a non-finite value or Ctrl-C, leaves parameters, moments, step count,
     learning rate and random stream as they were. Two Python threads may call `forward` at once; `train_step`,
-    `loss_and_grads`, loading and saving wait for one another.
+    `loss_and_grads`, `loss`, loading and saving wait for one another.
 
     With `comm`, `train_step`, `state_dict`, `save_checkpoint` and `check_ranks` have to be called by all ranks; every
     other method works on its rank alone. `optimizer` then holds the moments of this rank's own parameters.
@@ -267,7 +267,8 @@ class SambaStack(SambaModel):
         count = int(np.count_nonzero(targets != IGNORE_INDEX))
         if count == 0:
             raise ValueError(f"targets must hold at least one target other than {IGNORE_INDEX}, got none")
-        with self._context() as ctx:
+        # In the memory of the training step: its (tokens, vocab) buffer is there already.
+        with self._training_context() as ctx:
             x, _ = self._run_blocks(ctx, ids)
             losses = self._row_losses(ctx, x.reshape(-1, self.config.d_model), targets.reshape(-1))
             return mean_loss(losses, count)
