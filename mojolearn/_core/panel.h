@@ -160,7 +160,7 @@ MOJO_INLINE void exact_matvec_body(const int format, const char *panel, const fl
         UNROLLED(q, PANEL_VECTORS) saved[q] = acc[q];
         for (ptrdiff_t p = first; p < end; p++) {
             panel_load(format, panel, scales, p, w);
-            watched_step(PANEL_VECTORS, x[p], w, acc, &nearest);
+            watched_step(PANEL_VECTORS, x + p, w, acc, &nearest);
         }
         if (vany(vieq(nearest, viset(0)))) {
             vf again[PANEL_VECTORS];

@@ -59,15 +59,28 @@ MOJO_NOINLINE void gradual_step(float x, const vf *w, vf *sum, ptrdiff_t vectors
 
 #define BELOW_BORDER 0x207fffff /* the largest float below 2^-126 * 2^64 */
 
+/* zero where |x| is next to the border */
+MOJO_INLINE vi border_distance(vf x) {
+#if MOJO_ISA == 3
+    return (vi)_mm512_ternarylogic_epi32((__m512i)x, _mm512_set1_epi32(INT32_MAX), _mm512_set1_epi32(BELOW_BORDER), 0x6a);
+#else
+    return vixor(viand(vasint(x), viset(INT32_MAX)), viset(BELOW_BORDER));
+#endif
+}
+
 /* One step under FTZ; `nearest` becomes zero in lanes where some result was next to the border. */
-MOJO_INLINE void watched_step(const int vectors, float x, const vf *w, vf *sum, vi *nearest) {
-    vf factor = vset(x), scaled = vmul(factor, vset(0x1p64f));
+MOJO_INLINE void watched_step(const int vectors, const float *x, const vf *w, vf *sum, vi *nearest) {
+    vf factor = vset(*x);
+#if MOJO_ISA == 3
+    __asm__("" : "+v"(factor)); /* broadcast once, by the load: the compiler would rather multiply scalars first */
+#endif
+    vf scaled = vmul(factor, vset(0x1p64f));
 #pragma GCC unroll 8
     for (int q = 0; q < vectors; q++) {
         /* Infinite where an operand is 2^64 or more: no such sum ends near the border, both terms are too coarse. */
         vf wide = vfma(scaled, w[q], vmul(sum[q], vset(0x1p64f)));
         sum[q] = vfma(factor, w[q], sum[q]);
-        *nearest = vimin(*nearest, vixor(viand(vasint(wide), viset(INT32_MAX)), viset(BELOW_BORDER)));
+        *nearest = vimin(*nearest, border_distance(wide));
     }
 }
 
@@ -85,7 +98,7 @@ MOJO_NOINLINE void exact_tile_row(const float *x, ptrdiff_t x_step, const float 
         for (int q = 0; q < TILE_VECTORS; q++) saved[q] = acc[q];
         for (ptrdiff_t p = first; p < last; p++) {
             for (int q = 0; q < TILE_VECTORS; q++) w[q] = vload(columns + p * PANEL + q * W);
-            watched_step(TILE_VECTORS, x[p * x_step], w, acc, &nearest);
+            watched_step(TILE_VECTORS, x + p * x_step, w, acc, &nearest);
         }
         if (vany(vieq(nearest, viset(0)))) {
             vf again[TILE_VECTORS];
