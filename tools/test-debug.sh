@@ -13,16 +13,17 @@ for part in setup.py pyproject.toml README.md LICENSE mojolearn tests benchmarks
     fi
 done
 cd "$folder"
-find mojolearn -name '*.so' -delete
+find mojolearn/_core '(' -name '*.so' -o -name '*.c' ')' -delete
 
-MOJOLEARN_DEBUG=1 "$python" setup.py build_ext --inplace
-
-# An instrumented module needs the sanitizer's run-time library loaded before the interpreter's own allocations.
+# An instrumented module needs the sanitizers' run-time libraries loaded before the interpreter's own allocations.
 preload=
 for library in libasan.so libubsan.so; do
     path=$("${CC:-cc}" -print-file-name="$library")
     case "$path" in /*) preload="$preload $path" ;; esac
 done
+if [ -n "$preload" ]; then export MOJOLEARN_SANITIZE=1; fi
+MOJOLEARN_DEBUG=1 "$python" setup.py build_ext --inplace
+
 # CPython keeps objects until exit on purpose: leaks are not reported.
 export ASAN_OPTIONS=detect_leaks=0:halt_on_error=1
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
