@@ -80,8 +80,9 @@ def run(args: argparse.Namespace) -> int:
         return _resumed(folder, given, comm) if args.resume else _fresh(folder, given, args.dry_run, comm)
 
     trainer = ranks.in_turn(comm, build)
-    plan = trainer.plan()
-    if plan is not None:
+    plan = {}
+    if ranks.speaks():
+        plan = trainer.plan()
         note(trainer.plan_text(plan))
     if args.dry_run:
         emit(args, plan, "nothing was trained (--dry-run)")

@@ -54,13 +54,8 @@ class Trainer:
 
     # -- before --------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> dict[str, Any] | None:
-        """Size, memory need and time estimate; gradients are computed for the latter, and thrown away.
-
-        Rank 0 makes it; the others get None.
-        """
-        if not speaks():
-            return None
+    def plan(self) -> dict[str, Any]:
+        """Size, memory need and time estimate; gradients are computed for the latter, and thrown away."""
         config, settings = self.stack.config, self.settings
         ranks = 1 if self.comm is None else self.comm.size
         seconds = self._gradient_seconds() * settings.accumulation_steps / ranks
@@ -205,7 +200,7 @@ class Trainer:
 
     def valid_loss(self) -> float:
         """Mean loss over the first `eval_windows` windows that are held out, the same ones each time."""
-        wanted = self.settings.eval_windows or self.data.valid.n_windows
+        wanted: int = self.settings.eval_windows or self.data.valid.n_windows
         wanted = min(wanted, self.data.valid.n_windows)
         rank, ranks = (0, 1) if self.comm is None else (self.comm.rank, self.comm.size)
         losses: list[float] = []
@@ -222,8 +217,7 @@ class Trainer:
         if self.comm is None:
             return math.fsum(losses) / wanted
         # fsum is exact before it rounds, so the ranks' order does not matter.
-        loss: float = agree(self.comm, None, losses, lambda parts: math.fsum(itertools.chain(*parts)) / wanted)
-        return loss
+        return float(agree(self.comm, None, losses, lambda parts: math.fsum(itertools.chain(*parts)) / wanted))
 
     def save(self) -> None:
         """Write the checkpoint of this step and drop those that are too old to keep."""

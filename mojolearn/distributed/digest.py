@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import mojolearn
+from mojolearn._typing import NumericMode
 from mojolearn.distributed._comm import Comm
 from mojolearn.distributed._mpi import INSTALL, MPIComm, launched_ranks
 from mojolearn.errors import RankFailedError
@@ -23,23 +24,15 @@ from mojolearn.training import Generator, WarmupCosineLR
 
 __all__ = ["digest_of_processes", "run_digest"]
 
-MODES = {"identical": 1, "deterministic": 4}  # and their shards
+MODES: dict[NumericMode, int] = {"identical": 1, "deterministic": 4}  # and their shards
 ROWS, LENGTH, STEPS = 8, 64, 10
-CONFIG = {
-    "vocab": 101,
-    "d_model": 64,
-    "layers": ("mamba3", "attention", "mamba3"),
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "intermediate": 96,
-    "dropout": 0.1,
-}
 
 
-def run_digest(comm: Comm | None, mode: str, accumulation_steps: int = 2) -> str | None:
+def run_digest(comm: Comm | None, mode: NumericMode, accumulation_steps: int = 2) -> str | None:
     """Train ten steps and return the digest, on rank 0; None on the other ranks."""
+    layers = ("mamba3", "attention", "mamba3")
     stack = mojolearn.SambaStack(
-        mojolearn.SambaConfig(**CONFIG),
+        mojolearn.SambaConfig(101, 64, layers, n_heads=4, n_kv_heads=2, intermediate=96, dropout=0.1),
         generator=Generator(2025),
         lr_schedule=WarmupCosineLR(3e-3, 2, STEPS, 1e-4),
         max_norm=0.5,
