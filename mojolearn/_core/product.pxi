@@ -146,7 +146,7 @@ cdef struct Product:
     bint rows_private                  # a is the operand that each thread packs for itself
     bint columns_ready                 # b lies in memory as float32 panels
     Py_ssize_t row_stride, column_stride    # floats from panel to panel
-    Py_ssize_t parts, part_panels      # of the private operand
+    Py_ssize_t parts, part_panels      # of the private operand: how many, and their largest
     Py_ssize_t levels                  # partial results of a part
     float* shared
     Py_ssize_t shared_floats
@@ -378,7 +378,7 @@ cdef void multiply_rows(const Product* job, const Block* block, Py_ssize_t first
 cdef void multiply_part(const Product* job, Py_ssize_t part, float* packed) noexcept nogil:
     """All outputs of one part of the private operand. ``packed`` is this thread's scratch memory."""
     cdef Py_ssize_t panels = job.row_panels if job.rows_private else job.column_panels
-    cdef Py_ssize_t first = part * job.part_panels, last = min(first + job.part_panels, panels)
+    cdef Py_ssize_t first = part * panels // job.parts, last = (part + 1) * panels // job.parts
     cdef Py_ssize_t i0 = 0, i1 = job.row_panels, j0 = 0, j1 = job.column_panels
     cdef Py_ssize_t index, start, i, j
     cdef const float* a_panels
@@ -441,7 +441,7 @@ cdef void multiply_job(void* arg, int thread) noexcept nogil:
 
 cdef Py_ssize_t plan(Product* job, int threads) noexcept nogil:
     """Fill in the cutting of the product; return the floats of scratch memory that it needs."""
-    cdef Py_ssize_t block, panels, width, stride, share, parts, blocks
+    cdef Py_ssize_t block, panels, width, stride, share, per_thread, blocks
     job.block_steps = job.leaf
     while job.block_steps * 2 <= BLOCK_STEPS and job.block_steps < BLOCK_LEAVES * job.leaf:
         job.block_steps *= 2
@@ -456,13 +456,13 @@ cdef Py_ssize_t plan(Product* job, int threads) noexcept nogil:
     job.column_stride = PANEL * job.steps if job.columns_ready else PANEL * block + PANEL_PAD
     panels = job.row_panels if job.rows_private else job.column_panels
     stride = job.row_stride if job.rows_private else job.column_stride
-    # parts fit the cache, and every thread gets at least two of them so that a slow one is helped out
+    # Parts fit the cache and are even; there are two or more for each thread, so that others can help a slow one out.
     share = ceil_div(panels, threads)
+    per_thread = ceil_div(share, max(PRIVATE_BYTES // (4 * (stride if job.rows_private else PANEL * block)), 1))
     if threads > 1 and share > 4:
-        share = ceil_div(share, 2)
-    parts = ceil_div(share, max(PRIVATE_BYTES // (4 * (stride if job.rows_private else PANEL * block)), 1))
-    job.part_panels = ceil_div(share, parts)
-    job.parts = ceil_div(panels, job.part_panels)
+        per_thread = max(per_thread, 2)
+    job.parts = min(threads * per_thread, panels)
+    job.part_panels = ceil_div(panels, job.parts)
     job.levels = 0
     blocks = job.blocks - 1
     while blocks > 0:
