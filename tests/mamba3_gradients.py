@@ -1,7 +1,7 @@
 """Gradients of a Mamba-3 layer in NumPy float64, by hand, from its recurrence over tokens.
 
-The state before token t is G_t = exp(a_t) (G_{t-1} + v_{t-1} ks_{t-1}^T); the layer reads G_t q_t + (D + gamma q.k) v_t.
-Nothing here knows of chunks or of the kernels' orders.
+The state before token t is G_t = exp(a_t) (G_{t-1} + v_{t-1} ks_{t-1}^T); the layer reads G_t q_t, and past it
+(D + gamma q.k) v_t. Nothing here knows of chunks or of the kernels' orders.
 """
 
 import numpy as np

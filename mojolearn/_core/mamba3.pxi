@@ -4,6 +4,7 @@ Arrays are passed flat; their shapes stand in the comments of the job structures
 """
 include "mamba3_tiles.pxi"
 include "mamba3_forward.pxi"
+include "mamba3_sums.pxi"
 include "mamba3_backward.pxi"
 
 
@@ -138,14 +139,14 @@ def backward_scratch(Py_ssize_t chunks, bint exact_order):
     return max(<Py_ssize_t> CHUNK_SCRATCH, <Py_ssize_t> STATE_SUMS_SCRATCH if chunks > 1 else 0)
 
 
-def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const float[::1] rate, tuple rstd, tuple scalars,
-             tuple kept, tuple weights, float[::1] pack, tuple rows, tuple between, float[:, ::1] scratch,
-             Py_ssize_t batch, Py_ssize_t length, int threads, int mode=0):
+def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const float[::1] rate, tuple rstd,
+             tuple scalars, tuple kept, tuple weights, float[::1] pack, tuple rows, tuple between,
+             float[:, ::1] scratch, Py_ssize_t batch, Py_ssize_t length, int threads, int mode=0):
     """Gradients of the projection and of the small weights' rows.
 
-    ``panels`` (B, C), ``rate``, ``rstd`` (B, C), ``scalars`` (dt, sig, adt) and ``kept`` (h, cos, sin, skip) come
-    from the forward; ``weights`` (dt_bias, B_norm, C_norm, B_bias, C_bias, D); ``rows`` receives (D, B_bias, C_bias, B_norm,
-    C_norm); ``between`` is scratch (dy, dh, state sums, four planes, dtheta, its totals).
+    ``panels`` (B, C), ``rate``, ``rstd`` (B, C), ``scalars`` (dt, sig, adt) and ``kept`` (h, cos, sin, skip) come from
+    the forward; ``weights`` are (dt_bias, B_norm, C_norm, B_bias, C_bias, D); ``rows`` receives (D, B_bias, C_bias,
+    B_norm, C_norm); ``between`` is scratch (dy, dh, state sums, four planes, dtheta, its totals).
     """
     cdef BackwardJob job
     cdef Py_ssize_t lines

@@ -1,4 +1,4 @@
-# Mamba-3 backward (numerics, training 4.2) of a forward from the zero state; the steps in brackets are those of the text.
+# Mamba-3 backward (numerics, training 4.2) of a forward from the zero state; steps in brackets are those of the text.
 #
 # Phases, each over its own units of work:
 #   adjoint      (row, head)         gate and skip [2], then the adjoint of the state, last chunk first [6]
@@ -62,7 +62,7 @@ cdef inline Py_ssize_t real_tokens(Shape* shape, Py_ssize_t chunk) noexcept nogi
     return real if real < CHUNK else CHUNK
 
 
-# ---- adjoint -------------------------------------------------------------------------------------------------------------
+# ---- adjoint -------------------------------------------------------------------------------------------------------
 
 cdef void gate_backward(BackwardJob* job, Py_ssize_t row, Py_ssize_t head, Py_ssize_t chunk, float* dy) noexcept nogil:
     """dy (64, 64) of the skip sum, rows after the last token +0; the gradient of z goes to the pack."""
@@ -155,7 +155,7 @@ cdef void adjoint_job(void* arg, int thread) noexcept nogil:
                               job.scratch + thread * job.scratch_size)
 
 
-# ---- the serial sums over a chunk's state ----------------------------------------------------------------------------------
+# ---- the serial sums over a chunk's state --------------------------------------------------------------------------
 
 cdef inline void gather_lanes(const float** rows, Py_ssize_t lanes, Py_ssize_t at, float* out,
                               Py_ssize_t out_row) noexcept nogil:
@@ -198,9 +198,11 @@ cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count,
     cdef float* scale = total + 4 * CHUNK
     cdef float* diagonal = total + 5 * CHUNK
     cdef float last[STATE_LANES]
-    cdef vf acc0 = vzero(), acc1 = vzero(), v0, v1, end0, end1
+    cdef float sums[STATE_LANES]
+    cdef vf acc0, acc1, end0, end1
     cdef const float* x
     cdef const float* k
+    memset(sums, 0, sizeof(sums))
     for lane in range(STATE_LANES):
         unit = first + (lane if lane < count else 0)
         line = unit // per_line
@@ -214,7 +216,8 @@ cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count,
         ks[lane] = ks_chunks + lane * TALL
         v[lane] = job.proj + token * shape.width + shape.inner + head * HEAD
         running_decay(job.adt + line * shape.plane + chunk * CHUNK, CHUNK, total, from_start, to_end)
-        key_scales(job.dt + line * shape.plane + chunk * CHUNK, job.sig + line * shape.plane + chunk * CHUNK, gamma, scale)
+        p = line * shape.plane + chunk * CHUNK
+        key_scales(job.dt + p, job.sig + p, gamma, scale)
         rotate_chunk(job.B + panel, job.C + panel, job.B_bias + head * STATE, job.C_bias + head * STATE,
                      job.cosine + item * (TALL // 4), job.sine + item * (TALL // 4), scale, 0, CHUNK, unused,
                      unused + TALL, ks_chunks + lane * TALL, diagonal)
@@ -231,18 +234,10 @@ cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count,
             gather_lanes(v, STATE_LANES, j * shape.width + p, v_lanes + (j * HEAD + p) * STATE_LANES, STATE_LANES)
         p += vlanes
     for j in range(CHUNK):
-        end0 = vload(end_lanes + j * STATE_LANES)
-        end1 = vload(end_lanes + j * STATE_LANES + vlanes)
-        for p in range(HEAD):
-            v0 = vload(v_lanes + (j * HEAD + p) * STATE_LANES)
-            v1 = vload(v_lanes + (j * HEAD + p) * STATE_LANES + vlanes)
-            x = dh_lanes + p * STATE * STATE_LANES
-            k = ks_lanes + j * STATE * STATE_LANES
-            for n in range(STATE):
-                acc0 = vfma(vload(x), vmul(vmul(v0, vload(k)), end0), acc0)
-                acc1 = vfma(vload(x + vlanes), vmul(vmul(v1, vload(k + vlanes)), end1), acc1)
-                x += STATE_LANES
-                k += STATE_LANES
+        add_token(dh_lanes, ks_lanes + j * STATE * STATE_LANES, v_lanes + j * HEAD * STATE_LANES,
+                  end_lanes + j * STATE_LANES, sums)
+    acc0 = vload(sums)
+    acc1 = vload(sums + vlanes)
     end0 = vload(last)
     end1 = vload(last + vlanes)
     x = dh_lanes
@@ -270,7 +265,7 @@ cdef void state_sums_job(void* arg, int thread) noexcept nogil:
                          job.scratch + thread * job.scratch_size)
 
 
-# ---- one chunk of one head -----------------------------------------------------------------------------------------------------
+# ---- one chunk of one head -----------------------------------------------------------------------------------------
 
 cdef struct ChunkScratch:
     float* qrot                  # [n][i]
@@ -326,163 +321,56 @@ cdef void chunk_scratch(float* memory, ChunkScratch* s) noexcept nogil:
     s.at = take(&memory, 12 * CHUNK)
 
 
-cdef void scale_rows(const float* x, const float* by, Py_ssize_t by_step, Py_ssize_t first, Py_ssize_t last,
-                     float* out) noexcept nogil:
-    """out[j - first] = x[j] by[j * by_step] for rows of 128, first <= j < last."""
-    cdef Py_ssize_t j, n
-    cdef vf factor
-    for j in range(first, last):
-        factor = vset(by[j * by_step])
-        n = 0
-        while n < STATE:
-            vstore(out + n, vmul(vload(x + j * STATE + n), factor))
-            n += vlanes
-        out += STATE
+cdef void query_row(ChunkScratch* s, const float* floor, const float* dy, Py_ssize_t i, float* out) noexcept nogil:
+    """Step 4, dq16 of row i: the farthest tokens come first, and with them the decays that run out."""
+    cdef const float* decay = s.decay + i * CHUNK
+    cdef Py_ssize_t first = 0, last = i, low = 0, high = 0
+    find_tiny(decay, floor, 1.0, &first, &last, &low, &high)
+    scale_rows(s.ks_rows, decay, first, last, s.decayed)
+    if high > first:
+        scale_up_rows(s.decayed, high - first)
+        if query_chain_guarded(s.decayed, high - first, last - first, s.v_turned + first, dy + i * HEAD, out):
+            return
+        scale_rows(s.ks_rows, decay, first, last, s.decayed)
+    query_chain(s.decayed, last - first, s.v_turned + first, dy + i * HEAD, out)
 
 
-cdef void query_chain(const float* rows, Py_ssize_t count, const float* v, const float* dy, float* out) noexcept nogil:
-    """out[n] = chain over p, then j < count, of dy[p] (rows[j, n] v[p, j])."""
-    cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through
-    cdef Py_ssize_t n = 0, p, j, c
-    cdef const float* x
-    while n < STATE:
-        for c in range(CHAIN_VECTORS):
-            acc[c] = vzero()
-        for p in range(HEAD):
-            through = vset(dy[p])
-            x = rows + n
-            for j in range(count):
-                by = vset(v[p * CHUNK + j])
-                for c in range(CHAIN_VECTORS):
-                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
-                x += STATE
-        for c in range(CHAIN_VECTORS):
-            vstore(out + n + c * vlanes, acc[c])
-        n += CHAIN_VECTORS * vlanes
-
-
-cdef void key_chain(const float* rows, Py_ssize_t count, const float* dy, const float* v, float* out) noexcept nogil:
-    """out[n] = chain over p, then i < count, of dy[p, i] (rows[i, n] v[p])."""
-    cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through
-    cdef Py_ssize_t n = 0, p, i, c
-    cdef const float* x
-    while n < STATE:
-        for c in range(CHAIN_VECTORS):
-            acc[c] = vzero()
-        for p in range(HEAD):
-            by = vset(v[p])
-            x = rows + n
-            for i in range(count):
-                through = vset(dy[p * CHUNK + i])
-                for c in range(CHAIN_VECTORS):
-                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
-                x += STATE
-        for c in range(CHAIN_VECTORS):
-            vstore(out + n + c * vlanes, acc[c])
-        n += CHAIN_VECTORS * vlanes
-
-
-cdef void pair_chains(const float* scores, const float* dy, const float* v, Py_ssize_t real, float* out) noexcept nogil:
-    """out[i, j] = chain over p of dy[i, p] (scores[i, j] v[p, j]), in the tiles that reach below the diagonal."""
-    cdef vf acc[4][2]
-    cdef vf score[4][2]
-    cdef vf v0, v1, through
-    cdef Py_ssize_t i = 0, j, p, r
-    while i < real:
-        j = 0
-        while j < i + 3:
-            for r in range(4):
-                acc[r][0] = vzero()
-                acc[r][1] = vzero()
-                score[r][0] = vload(scores + (i + r) * CHUNK + j)
-                score[r][1] = vload(scores + (i + r) * CHUNK + j + vlanes)
-            for p in range(HEAD):
-                v0 = vload(v + p * CHUNK + j)
-                v1 = vload(v + p * CHUNK + j + vlanes)
-                for r in range(4):
-                    through = vset(dy[(i + r) * HEAD + p])
-                    acc[r][0] = vfma(through, vmul(score[r][0], v0), acc[r][0])
-                    acc[r][1] = vfma(through, vmul(score[r][1], v1), acc[r][1])
-            for r in range(4):
-                vstore(out + (i + r) * CHUNK + j, acc[r][0])
-                vstore(out + (i + r) * CHUNK + j + vlanes, acc[r][1])
-            j += MIX_COLUMNS
-        i += 4
-
-
-cdef void decay_chains(const float* pairs, const float* decay, Py_ssize_t real, float* out) noexcept nogil:
-    """out[s] = chain over i >= s, then j < s, of pairs[i, j] decay[i, j]: the profile's order, a lane for every s."""
-    cdef Py_ssize_t i, j, s
-    cdef vf x, by, total
-    memset(out, 0, CHUNK * sizeof(float))
-    for i in range(1, real):
-        for j in range(i):
-            x = vset(pairs[i * CHUNK + j])
-            by = vset(decay[i * CHUNK + j])
-            s = j + 1 - (j + 1) % vlanes
-            while s <= i:
-                total = vload(out + s)
-                vstore(out + s, vselect(viand(lanes_below(i + 1 - s), vinot(lanes_below(j + 1 - s))),
-                                        vfma(x, by, total), total))
-                s += vlanes
-
-
-cdef void decay_sums(const float* weighted, Py_ssize_t real, float* columns, float* out) noexcept nogil:
-    """out[s] = sum over j < s of (sum over i >= s of weighted[i, j]): the inner sums from the last row up, the outer
-    ones by ascending j. ``columns`` is scratch for a matrix."""
-    cdef Py_ssize_t i, j, s
-    cdef vf total
-    j = 0
-    while j < CHUNK:
-        total = vzero()
-        for i in range(CHUNK - 1, -1, -1):
-            if i < real:
-                total = vadd(total, vload(weighted + i * CHUNK + j))
-            vstore(columns + i * CHUNK + j, total)
-        j += vlanes
-    transpose(columns, CHUNK, CHUNK, CHUNK, columns + SQUARE, CHUNK)
-    s = 0
-    while s < CHUNK:
-        total = vzero()
-        for j in range(s + vlanes - 1):
-            total = vselect(lanes_below(j + 1 - s), total, vadd(total, vload(columns + SQUARE + j * CHUNK + s)))
-        vstore(out + s, total)
-        s += vlanes
-
-
-cdef float state_product(const float* dh, const float* h) noexcept nogil:
-    """Sum of dh * h over (128, 64): a chain over the state rows for every channel, then neighbours in pairs."""
-    cdef float sums[HEAD]
-    cdef vf acc
-    cdef Py_ssize_t n, p = 0
-    while p < HEAD:
-        acc = vzero()
-        for n in range(STATE):
-            acc = vfma(vload(dh + n * HEAD + p), vload(h + n * HEAD + p), acc)
-        vstore(sums + p, acc)
-        p += vlanes
-    n = HEAD
-    while n > 1:
-        n = n // 2
-        for p in range(n):
-            sums[p] = sadd(sums[2 * p], sums[2 * p + 1])
-    return sums[0]
+cdef void key_row(ChunkScratch* s, const float* floor, float least, Py_ssize_t j, Py_ssize_t real,
+                  float* out) noexcept nogil:
+    """Step 4, dk16 of row j; ``least`` is the smallest nonzero size in v_j."""
+    cdef const float* decay = s.pairs_turned + j * CHUNK
+    cdef Py_ssize_t first = j + 1, last = real, low = 0, high = 0
+    find_tiny(decay, floor, least, &first, &last, &low, &high)
+    scale_rows(s.q_rows, decay, first, last, s.decayed)
+    if high > low:
+        scale_up_rows(s.decayed + (low - first) * STATE, last - low)
+        if key_chain_guarded(s.decayed, low - first, last - first, s.dy_turned + first, s.v + j * HEAD, out):
+            return
+        scale_rows(s.q_rows, decay, first, last, s.decayed)
+    key_chain(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD, out)
 
 
 cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, float* dadt) noexcept nogil:
     """Steps 4 and 5 in the profile's order: s.dq, s.dk, and the decay's part of dadt."""
-    cdef Py_ssize_t i
+    cdef float k_floor[CHUNK]
+    cdef float q_floor[CHUNK]
+    cdef float v_least[CHUNK]
+    cdef Py_ssize_t i = 0
+    smallest(s.v_turned, HEAD, v_least)
+    smallest(s.ks, STATE, k_floor)
+    smallest(s.qrot, STATE, q_floor)
+    while i < CHUNK:
+        vstore(k_floor + i, vdiv(vdiv(vbits(0x01800000), vload(k_floor + i)), vload(v_least + i)))    # 2^-124
+        vstore(q_floor + i, vdiv(vbits(0x01800000), vload(q_floor + i)))
+        i += vlanes
+    transpose(s.decay, CHUNK, CHUNK, CHUNK, s.pairs_turned, CHUNK)
     transpose(s.ks, CHUNK, STATE, CHUNK, s.ks_rows, STATE)
     transpose(s.qrot, CHUNK, STATE, CHUNK, s.q_rows, STATE)
     for i in range(real):
-        scale_rows(s.ks_rows, s.decay + i * CHUNK, 1, 0, i, s.decayed)
-        query_chain(s.decayed, i, s.v_turned, dy + i * HEAD, s.rows + i * STATE)
+        query_row(s, k_floor, dy, i, s.rows + i * STATE)
     transpose(s.rows, STATE, CHUNK, STATE, s.dq, CHUNK)
     for i in range(real):
-        scale_rows(s.q_rows, s.decay + i, CHUNK, i + 1, real, s.decayed)
-        key_chain(s.decayed, real - i - 1, s.dy_turned + i + 1, s.v + i * HEAD, s.rows + i * STATE)
+        key_row(s, q_floor, v_least[i], i, real, s.rows + i * STATE)
     transpose(s.rows, STATE, CHUNK, STATE, s.dk, CHUNK)
     pair_chains(s.scores, dy, s.v_turned, real, s.pairs)
     decay_chains(s.pairs, s.decay, real, dadt)
@@ -736,15 +624,15 @@ cdef void head_job(void* arg, int thread) noexcept nogil:
                 adjoint_chunk(job, line, chunk, dy, NULL if chunk == shape.chunks - 1 else dh, dh, adjoint)
 
 
-# ---- sums over heads -------------------------------------------------------------------------------------------------------
+# ---- sums over heads -----------------------------------------------------------------------------------------------
 
 cdef enum:
     ANGLE_SCRATCH = 5 * CHUNK * ANGLES + 4 * CHUNK
 
 
 cdef void angle_chunk(BackwardJob* job, Py_ssize_t row, Py_ssize_t chunk, float* scratch) noexcept nogil:
-    """Angles and dt of one chunk. The running sums of dtheta go backwards in blocks of 64 tokens: first the totals of the
-    later blocks, last to first, then the block's own tokens."""
+    """Angles and dt of one chunk. The running sums of dtheta go backwards in blocks of 64 tokens: first the totals of
+    the later blocks, last to first, then the block's own tokens."""
     cdef Shape* shape = &job.shape
     cdef Py_ssize_t real = real_tokens(shape, chunk), token = row * shape.length + chunk * CHUNK
     cdef Py_ssize_t head, item, line, plane, t, r, c, column = 2 * shape.inner + 2 * STATE
@@ -829,8 +717,9 @@ cdef void angle_job(void* arg, int thread) noexcept nogil:
 
 
 cdef void norm_tokens_backward(BackwardJob* job, const float* gradient, const float* weight, const float* rstd_panel,
-                               Py_ssize_t column, Py_ssize_t first, Py_ssize_t count, float* rows, float* g) noexcept nogil:
-    """Gradient of an inner norm for ``count`` <= vlanes tokens: the sum over heads, then the collapsed norm backward."""
+                               Py_ssize_t column, Py_ssize_t first, Py_ssize_t count, float* rows,
+                               float* g) noexcept nogil:
+    """Gradient of an inner norm for ``count`` <= vlanes tokens: the sum over heads, then the collapsed backward."""
     cdef Shape* shape = &job.shape
     cdef Py_ssize_t t, h, n, r, token
     cdef vf sums[STATE_VECTORS]
@@ -879,12 +768,12 @@ cdef void norm_tokens_backward(BackwardJob* job, const float* gradient, const fl
 
 cdef void norm_job(void* arg, int thread) noexcept nogil:
     cdef BackwardJob* job = <BackwardJob*> arg
-    cdef Py_ssize_t first, total = job.shape.batch * job.shape.length, count
+    cdef Py_ssize_t first, total = job.shape.batch * job.shape.length, count, column = 2 * job.shape.inner
     cdef float* g = job.scratch + thread * job.scratch_size
     while True:
         first = next_unit(&job.counter) * vlanes
         if first >= total:
             return
         count = total - first if total - first < vlanes else vlanes
-        norm_tokens_backward(job, job.dB, job.B_norm, job.B_rstd, 2 * job.shape.inner, first, count, job.dB_norm, g)
-        norm_tokens_backward(job, job.dC, job.C_norm, job.C_rstd, 2 * job.shape.inner + STATE, first, count, job.dC_norm, g)
+        norm_tokens_backward(job, job.dB, job.B_norm, job.B_rstd, column, first, count, job.dB_norm, g)
+        norm_tokens_backward(job, job.dC, job.C_norm, job.C_rstd, column + STATE, first, count, job.dC_norm, g)

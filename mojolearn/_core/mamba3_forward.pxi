@@ -62,7 +62,8 @@ cdef Shape make_shape(Py_ssize_t batch, Py_ssize_t length, Py_ssize_t heads, Py_
     return shape
 
 
-cdef inline void load_tokens(vf* block, const float* first, Py_ssize_t width, Py_ssize_t low, Py_ssize_t high) noexcept nogil:
+cdef inline void load_tokens(vf* block, const float* first, Py_ssize_t width, Py_ssize_t low,
+                             Py_ssize_t high) noexcept nogil:
     """A block of vlanes columns of token rows, turned; rows outside low..high count as +0."""
     cdef Py_ssize_t r
     for r in range(vlanes):
@@ -102,7 +103,8 @@ cdef inline vf decay_rate(vf raw) noexcept nogil:
     return vselect(vgt(rate, vset(-A_FLOOR)), vset(-A_FLOOR), rate)
 
 
-cdef void prepare_tokens(PrepareJob* job, Py_ssize_t row, Py_ssize_t chunk, Py_ssize_t column, float* scratch) noexcept nogil:
+cdef void prepare_tokens(PrepareJob* job, Py_ssize_t row, Py_ssize_t chunk, Py_ssize_t column,
+                         float* scratch) noexcept nogil:
     """vlanes tokens from ``column`` of a chunk on."""
     cdef Shape* shape = &job.shape
     cdef Py_ssize_t heads = shape.heads, width = shape.width
@@ -113,13 +115,16 @@ cdef void prepare_tokens(PrepareJob* job, Py_ssize_t row, Py_ssize_t chunk, Py_s
     cdef Py_ssize_t panel = (row * shape.chunks + chunk) * TALL + column
     cdef Py_ssize_t place = row * shape.chunks * CHUNK + chunk * CHUNK + column
     cdef vf block[vlanes]
-    cdef vf dt, sig, adt
+    cdef vf dt, sig, adt, rstd
     cdef vi real
     if high > vlanes:
         high = vlanes
-    vstore(job.B_rstd + place, norm_tokens(first + 2 * shape.inner, width, low, high, job.B_norm, job.B + panel))
-    vstore(job.C_rstd + place, norm_tokens(first + 2 * shape.inner + STATE, width, low, high, job.C_norm, job.C + panel))
-    first += 2 * shape.inner + 2 * STATE
+    first += 2 * shape.inner
+    rstd = norm_tokens(first, width, low, high, job.B_norm, job.B + panel)
+    vstore(job.B_rstd + place, rstd)
+    rstd = norm_tokens(first + STATE, width, low, high, job.C_norm, job.C + panel)
+    vstore(job.C_rstd + place, rstd)
+    first += 2 * STATE
     n = 0
     while n < 3 * heads:         # the last block may read a few of the angle columns, which are not used here
         load_tokens(block, first + n, width, low, high)
@@ -172,7 +177,7 @@ cdef void prepare_job(void* arg, int thread) noexcept nogil:
                 memset(job.adt + at + shape.chunks * CHUNK, 0, PLANE_PAD * sizeof(float))
 
 
-# ---- one (row, head) ---------------------------------------------------------------------------------------------------
+# ---- one (row, head) -----------------------------------------------------------------------------------------------
 
 cdef struct MixJob:
     Shape shape
@@ -374,8 +379,8 @@ cdef void apply_pending(MixJob* job, Py_ssize_t row, Py_ssize_t head, const floa
             p += vlanes
 
 
-cdef void carry_state(const float* h, const float* ks, const float* v, const float* to_end, float decay, Py_ssize_t real,
-                      float* vs, float* increment, float* out) noexcept nogil:
+cdef void carry_state(const float* h, const float* ks, const float* v, const float* to_end, float decay,
+                      Py_ssize_t real, float* vs, float* increment, float* out) noexcept nogil:
     """out = decay h + sum over tokens of ks (v to_end); ``out`` may be ``h``. A short chunk counts rows of +0."""
     cdef Py_ssize_t i, p, n
     cdef vf by = vset(decay), x
@@ -442,6 +447,7 @@ cdef void mix_head(MixJob* job, Py_ssize_t row, Py_ssize_t head, MixScratch* s) 
     cdef const float* dt = job.dt + line * shape.plane
     cdef const float* sig = job.sig + line * shape.plane
     cdef const float* adt = job.adt + line * shape.plane
+    cdef const float* values = job.proj + row * shape.length * shape.width + shape.inner + head * HEAD
     cdef float theta[ANGLES]
     cdef float* cosine = s.cosine
     cdef float* sine = s.sine
@@ -485,8 +491,7 @@ cdef void mix_head(MixJob* job, Py_ssize_t row, Py_ssize_t head, MixScratch* s) 
         if first > 0:
             load_buffered(job, row, head, s)
         for t in range(first, real):
-            memcpy(s.v + t * HEAD, job.proj + (row * shape.length + start + t) * shape.width + shape.inner + head * HEAD,
-                   HEAD * sizeof(float))
+            memcpy(s.v + t * HEAD, values + (start + t) * shape.width, HEAD * sizeof(float))
         if first < real:
             product_tn_lower(s.qrot, s.ks, first, real, STATE, s.scores)
             decay_matrix(adt, first, real, s.decay)

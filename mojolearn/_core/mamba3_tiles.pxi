@@ -1,7 +1,7 @@
 # Building blocks of the Mamba-3 kernels: small products, transposes and decay matrices of one chunk of one head.
 #
 # A chunk is 64 tokens, a head 64 channels, the state 128 rows; every matrix here has rows of 64 floats. Time or
-# channels lie along the lanes, so that a sum over state rows, tokens or channels is walked by each lane alone, in order.
+# channels lie along the lanes, so that a sum over state rows, tokens or channels is walked by each lane alone.
 
 from mojolearn._core.elementary cimport *
 from mojolearn._core._pool cimport parallel_run
@@ -195,7 +195,7 @@ cdef void state_rows(const float* x, Py_ssize_t first, Py_ssize_t last, float* o
         t += vlanes
 
 
-# ---- decay -----------------------------------------------------------------------------------------------------------
+# ---- decay ---------------------------------------------------------------------------------------------------------
 
 cdef void decay_matrix(const float* adt, Py_ssize_t first, Py_ssize_t real, float* decay) noexcept nogil:
     """decay[i, j] = exp(adt[j + 1] + ... + adt[i]) for j < i, first <= i < real; +0 elsewhere.
@@ -238,8 +238,9 @@ cdef void mask_scores(const float* scores, const float* decay, Py_ssize_t first,
             j += vlanes
 
 
-cdef void running_decay(const float* adt, Py_ssize_t real, float* total, float* from_start, float* to_end) noexcept nogil:
-    """total[i] = adt[0] + ... + adt[i] (held after the last row), from_start = exp(total), to_end = exp(total[63] - total)."""
+cdef void running_decay(const float* adt, Py_ssize_t real, float* total, float* from_start,
+                        float* to_end) noexcept nogil:
+    """total[i] = adt[0] + ... + adt[i], held after the last row; the decays exp(total[i]) and exp(total[63] - total[i])."""
     cdef Py_ssize_t i
     cdef float run = 0.0
     cdef vf last

@@ -1,0 +1,336 @@
+# Sums of the Mamba-3 backward inside a chunk (numerics, training 4.2, steps 4, 5 and 7), without the bookkeeping.
+#
+# First the profile's serial chains, then the orders of the other modes.
+
+# ---- products around the smallest normal number --------------------------------------------------------------------
+#
+# A product that is subnormal costs the processor a hundred cycles, and where a decay runs out there are thousands of
+# them. Scaled by 2^64 none is: a product below 2^-126 is then cut to zero by hand. Only next to that border is the
+# scaled product not enough to tell what the true one rounds to; such a result is doubtful and the caller starts over
+# without scaling. So is one that overflowed.
+
+cdef enum:
+    BELOW_BORDER = 0x207FFFFF    # the largest float below 2^-126 * 2^64
+
+
+cdef inline vf guarded_product(vf scaled, vf by, vi* doubtful) noexcept nogil:
+    """F(x by) for scaled = 2^64 x."""
+    cdef vf product = vmul(scaled, by)
+    cdef vi size = viand(vasint(product), viset(0x7FFFFFFF))
+    doubtful[0] = vior(doubtful[0], vior(vieq(size, viset(BELOW_BORDER)), vigt(size, viset(0x7F7FFFFF))))
+    product = vasfloat(viand(vasint(product), vior(vigt(size, viset(BELOW_BORDER)), viset(<int> 0x80000000))))
+    return vmul(product, vbits(0x1F800000))        # 2^-64
+
+
+cdef inline vf scale_up(vf x) noexcept nogil:
+    return vmul(x, vbits(0x5F800000))              # 2^64
+
+
+# ---- step 4 --------------------------------------------------------------------------------------------------------
+
+cdef void scale_rows(const float* x, const float* by, Py_ssize_t first, Py_ssize_t last, float* out) noexcept nogil:
+    """out[j - first] = x[j] by[j] for rows of 128, first <= j < last."""
+    cdef Py_ssize_t j, n
+    cdef vf factor
+    for j in range(first, last):
+        factor = vset(by[j])
+        n = 0
+        while n < STATE:
+            vstore(out + n, vmul(vload(x + j * STATE + n), factor))
+            n += vlanes
+        out += STATE
+
+
+cdef void query_chain(const float* rows, Py_ssize_t count, const float* v, const float* dy, float* out) noexcept nogil:
+    """out[n] = chain over p, then j < count, of dy[p] (rows[j, n] v[p, j])."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through
+    cdef Py_ssize_t n = 0, p, j, c
+    cdef const float* x
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        for p in range(HEAD):
+            through = vset(dy[p])
+            x = rows + n
+            for j in range(count):
+                by = vset(v[p * CHUNK + j])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
+                x += STATE
+        for c in range(CHAIN_VECTORS):
+            vstore(out + n + c * vlanes, acc[c])
+        n += CHAIN_VECTORS * vlanes
+
+
+cdef bint query_chain_guarded(const float* rows, Py_ssize_t guarded, Py_ssize_t count, const float* v, const float* dy,
+                              float* out) noexcept nogil:
+    """As `query_chain`, the first ``guarded`` rows scaled up; False if a product is doubtful."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through
+    cdef vi doubtful = viset(0)
+    cdef Py_ssize_t n = 0, p, j, c
+    cdef const float* x
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        for p in range(HEAD):
+            through = vset(dy[p])
+            x = rows + n
+            for j in range(guarded):
+                by = vset(v[p * CHUNK + j])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = vfma(through, guarded_product(vload(x + c * vlanes), by, &doubtful), acc[c])
+                x += STATE
+            for j in range(guarded, count):
+                by = vset(v[p * CHUNK + j])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
+                x += STATE
+        for c in range(CHAIN_VECTORS):
+            vstore(out + n + c * vlanes, acc[c])
+        n += CHAIN_VECTORS * vlanes
+    return not vany(doubtful)
+
+
+cdef void key_chain(const float* rows, Py_ssize_t count, const float* dy, const float* v, float* out) noexcept nogil:
+    """out[n] = chain over p, then i < count, of dy[p, i] (rows[i, n] v[p])."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through
+    cdef Py_ssize_t n = 0, p, i, c
+    cdef const float* x
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        for p in range(HEAD):
+            by = vset(v[p])
+            x = rows + n
+            for i in range(count):
+                through = vset(dy[p * CHUNK + i])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
+                x += STATE
+        for c in range(CHAIN_VECTORS):
+            vstore(out + n + c * vlanes, acc[c])
+        n += CHAIN_VECTORS * vlanes
+
+
+cdef bint key_chain_guarded(const float* rows, Py_ssize_t plain, Py_ssize_t count, const float* dy, const float* v,
+                            float* out) noexcept nogil:
+    """As `key_chain`, the rows from ``plain`` on scaled up; False if a product is doubtful."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through
+    cdef vi doubtful = viset(0)
+    cdef Py_ssize_t n = 0, p, i, c
+    cdef const float* x
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        for p in range(HEAD):
+            by = vset(v[p])
+            x = rows + n
+            for i in range(plain):
+                through = vset(dy[p * CHUNK + i])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
+                x += STATE
+            for i in range(plain, count):
+                through = vset(dy[p * CHUNK + i])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = vfma(through, guarded_product(vload(x + c * vlanes), by, &doubtful), acc[c])
+                x += STATE
+        for c in range(CHAIN_VECTORS):
+            vstore(out + n + c * vlanes, acc[c])
+        n += CHAIN_VECTORS * vlanes
+    return not vany(doubtful)
+
+
+cdef void smallest(const float* x, Py_ssize_t rows, float* out) noexcept nogil:
+    """out[t] = the smallest size of a nonzero x[:, t], +inf if there is none; x (rows, 64)."""
+    cdef vf least, size
+    cdef Py_ssize_t n, t = 0
+    while t < CHUNK:
+        least = vbits(0x7F800000)
+        for n in range(rows):
+            size = vabs(vload(x + n * CHUNK + t))
+            least = vselect(vgt(size, vzero()), vmin(size, least), least)
+        vstore(out + t, least)
+        t += vlanes
+
+
+cdef void find_tiny(const float* decay, const float* floor, float least, Py_ssize_t* first, Py_ssize_t* last,
+                    Py_ssize_t* low, Py_ssize_t* high) noexcept nogil:
+    """Of the decays first..last, strip zeros from both ends, then set low..high to the span of those that can make a
+    subnormal product: less than 2^-124 / (least * smallest factor), with floor = 2^-124 / (smallest factor)."""
+    cdef Py_ssize_t j
+    cdef vi found = viset(0)
+    cdef vf size = vset(least)
+    low[0] = high[0] = first[0]
+    j = first[0] - first[0] % vlanes
+    while j < last[0]:
+        found = vior(found, vlt(vload(decay + j), vdiv(vload(floor + j), size)))
+        j += vlanes
+    if not vany(found):
+        return
+    while first[0] < last[0] and decay[first[0]] == 0.0:
+        first[0] += 1
+    while first[0] < last[0] and decay[last[0] - 1] == 0.0:
+        last[0] -= 1
+    low[0] = high[0] = first[0]
+    for j in range(first[0], last[0]):
+        if decay[j] < sdiv(floor[j], least):
+            if high[0] == first[0]:
+                low[0] = j
+            high[0] = j + 1
+
+
+cdef inline void scale_up_rows(float* rows, Py_ssize_t count) noexcept nogil:
+    cdef Py_ssize_t n = 0
+    while n < count * STATE:
+        vstore(rows + n, scale_up(vload(rows + n)))
+        n += vlanes
+
+
+# ---- step 5 --------------------------------------------------------------------------------------------------------
+
+cdef void pair_chains(const float* scores, const float* dy, const float* v, Py_ssize_t real, float* out) noexcept nogil:
+    """out[i, j] = chain over p of dy[i, p] (scores[i, j] v[p, j]), in the tiles that reach below the diagonal."""
+    cdef vf acc[4][2]
+    cdef vf score[4][2]
+    cdef vf v0, v1, through
+    cdef Py_ssize_t i = 0, j, p, r
+    while i < real:
+        j = 0
+        while j < i + 3:
+            for r in range(4):
+                acc[r][0] = vzero()
+                acc[r][1] = vzero()
+                score[r][0] = vload(scores + (i + r) * CHUNK + j)
+                score[r][1] = vload(scores + (i + r) * CHUNK + j + vlanes)
+            for p in range(HEAD):
+                v0 = vload(v + p * CHUNK + j)
+                v1 = vload(v + p * CHUNK + j + vlanes)
+                for r in range(4):
+                    through = vset(dy[(i + r) * HEAD + p])
+                    acc[r][0] = vfma(through, vmul(score[r][0], v0), acc[r][0])
+                    acc[r][1] = vfma(through, vmul(score[r][1], v1), acc[r][1])
+            for r in range(4):
+                vstore(out + (i + r) * CHUNK + j, acc[r][0])
+                vstore(out + (i + r) * CHUNK + j + vlanes, acc[r][1])
+            j += MIX_COLUMNS
+        i += 4
+
+
+cdef void decay_chains(const float* pairs, const float* decay, Py_ssize_t real, float* out) noexcept nogil:
+    """out[s] = chain over i >= s, then j < s, of pairs[i, j] decay[i, j]: the profile's order, a lane for every s."""
+    cdef Py_ssize_t i, j, s
+    cdef vf x, by, total
+    memset(out, 0, CHUNK * sizeof(float))
+    for i in range(1, real):
+        for j in range(i):
+            x = vset(pairs[i * CHUNK + j])
+            by = vset(decay[i * CHUNK + j])
+            s = j + 1 - (j + 1) % vlanes
+            while s <= i:
+                total = vload(out + s)
+                vstore(out + s, vselect(viand(lanes_below(i + 1 - s), vinot(lanes_below(j + 1 - s))),
+                                        vfma(x, by, total), total))
+                s += vlanes
+
+
+# ---- step 7, the sum over a chunk's state --------------------------------------------------------------------------
+
+cdef inline void add_token_chain(const float* dh, const float* ks, const float* v, const float* end,
+                                 float* sums) noexcept nogil:
+    cdef vf acc0 = vload(sums), acc1 = vload(sums + vlanes), v0, v1, end0 = vload(end), end1 = vload(end + vlanes)
+    cdef Py_ssize_t p, n
+    cdef const float* k
+    for p in range(HEAD):
+        v0 = vload(v + p * STATE_LANES)
+        v1 = vload(v + p * STATE_LANES + vlanes)
+        k = ks
+        for n in range(STATE):
+            acc0 = vfma(vload(dh), vmul(vmul(v0, vload(k)), end0), acc0)
+            acc1 = vfma(vload(dh + vlanes), vmul(vmul(v1, vload(k + vlanes)), end1), acc1)
+            dh += STATE_LANES
+            k += STATE_LANES
+    vstore(sums, acc0)
+    vstore(sums + vlanes, acc1)
+
+
+cdef inline bint add_token_guarded(const float* dh, const float* ks, const float* v, const float* end,
+                                   float* sums) noexcept nogil:
+    """As `add_token_chain` where ``end`` is tiny; False and no change if a product is doubtful."""
+    cdef vf acc0 = vload(sums), acc1 = vload(sums + vlanes), v0, v1
+    cdef vf end0 = scale_up(vload(end)), end1 = scale_up(vload(end + vlanes))
+    cdef vi doubtful = viset(0)
+    cdef Py_ssize_t p, n
+    cdef const float* k
+    for p in range(HEAD):
+        v0 = vload(v + p * STATE_LANES)
+        v1 = vload(v + p * STATE_LANES + vlanes)
+        k = ks
+        for n in range(STATE):
+            acc0 = vfma(vload(dh), guarded_product(end0, vmul(v0, vload(k)), &doubtful), acc0)
+            acc1 = vfma(vload(dh + vlanes), guarded_product(end1, vmul(v1, vload(k + vlanes)), &doubtful), acc1)
+            dh += STATE_LANES
+            k += STATE_LANES
+    if vany(doubtful):
+        return False
+    vstore(sums, acc0)
+    vstore(sums + vlanes, acc1)
+    return True
+
+
+cdef void add_token(const float* dh, const float* ks, const float* v, const float* end, float* sums) noexcept nogil:
+    """Add dh (v ks) end over p, then n, to the sums of STATE_LANES chunks: one token's part."""
+    cdef vf end0 = vload(end), end1 = vload(end + vlanes), tiny = vbits(0x1F800000)
+    if not vany(vior(vgt(end0, vzero()), vgt(end1, vzero()))):
+        return
+    if vany(vior(vlt(end0, tiny), vlt(end1, tiny))) and add_token_guarded(dh, ks, v, end, sums):
+        return
+    add_token_chain(dh, ks, v, end, sums)
+
+
+# ---- orders of the other modes -------------------------------------------------------------------------------------
+
+cdef void decay_sums(const float* weighted, Py_ssize_t real, float* columns, float* out) noexcept nogil:
+    """out[s] = sum over j < s of (sum over i >= s of weighted[i, j]): the inner sums from the last row up, the outer
+    ones by ascending j. ``columns`` is scratch for a matrix."""
+    cdef Py_ssize_t i, j, s
+    cdef vf total
+    j = 0
+    while j < CHUNK:
+        total = vzero()
+        for i in range(CHUNK - 1, -1, -1):
+            if i < real:
+                total = vadd(total, vload(weighted + i * CHUNK + j))
+            vstore(columns + i * CHUNK + j, total)
+        j += vlanes
+    transpose(columns, CHUNK, CHUNK, CHUNK, columns + SQUARE, CHUNK)
+    s = 0
+    while s < CHUNK:
+        total = vzero()
+        for j in range(s + vlanes - 1):
+            total = vselect(lanes_below(j + 1 - s), total, vadd(total, vload(columns + SQUARE + j * CHUNK + s)))
+        vstore(out + s, total)
+        s += vlanes
+
+
+cdef float state_product(const float* dh, const float* h) noexcept nogil:
+    """Sum of dh * h over (128, 64): a chain over the state rows for every channel, then neighbours in pairs."""
+    cdef float sums[HEAD]
+    cdef vf acc
+    cdef Py_ssize_t n, p = 0
+    while p < HEAD:
+        acc = vzero()
+        for n in range(STATE):
+            acc = vfma(vload(dh + n * HEAD + p), vload(h + n * HEAD + p), acc)
+        vstore(sums + p, acc)
+        p += vlanes
+    n = HEAD
+    while n > 1:
+        n = n // 2
+        for p in range(n):
+            sums[p] = sadd(sums[2 * p], sums[2 * p + 1])
+    return sums[0]
