@@ -25,7 +25,8 @@ COMMON = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fvisibi
 COMMON += ["-Wno-unused-function", "-Wno-unused-variable", "-Wno-psabi"]
 if DEBUG:
     COMMON[0] = "-O1"
-    COMMON.append("-g")
+else:
+    COMMON.append("-g0")  # the interpreter's own flags ask for debugging symbols, which double the build
 if SANITIZE:
     COMMON += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 INSTRUCTION_SETS = {"baseline": (1, [])} if X86_64 else {"baseline": (0, [])}
