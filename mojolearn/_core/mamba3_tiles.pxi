@@ -240,7 +240,8 @@ cdef void mask_scores(const float* scores, const float* decay, Py_ssize_t first,
 
 cdef void running_decay(const float* adt, Py_ssize_t real, float* total, float* from_start,
                         float* to_end) noexcept nogil:
-    """total[i] = adt[0] + ... + adt[i], held after the last row; the decays exp(total[i]) and exp(total[63] - total[i])."""
+    """total[i] = adt[0] + ... + adt[i], held after the last row, and the decays exp(total[i]) from the chunk's start
+    and exp(total[63] - total[i]) to its end."""
     cdef Py_ssize_t i
     cdef float run = 0.0
     cdef vf last
