@@ -36,14 +36,17 @@ build: $(VENV)/.build-tools
 	$(PY) setup.py build_ext --inplace
 	@test -e $(VENV)/.installed || $(MAKE) --no-print-directory $(VENV)/.installed
 
-# Editable: brings the run-time dependencies and the command `mojolearn`; the kernels are already compiled in place.
+# An editable installation brings the run-time dependencies and the command `mojolearn`. It would compile everything
+# once more, in a folder of its own, so it is told to build no module: the kernels are compiled in place.
+INSTALL := PYTHONWARNINGS=ignore MOJOLEARN_BUILD_ONLY='^none$$' $(PIP) install --quiet --no-build-isolation --editable
+
 $(VENV)/.installed: $(VENV)/.build-tools
-	$(PIP) install --quiet --no-build-isolation --editable .
+	$(INSTALL) .
 	@touch $@
 
 # One stamp per extra of pyproject.toml.
 $(VENV)/.extra-%: $(VENV)/.build-tools pyproject.toml | build
-	$(PIP) install --quiet --no-build-isolation --editable ".[$*]"
+	$(INSTALL) ".[$*]"
 	@touch $@
 
 test: build $(VENV)/.extra-test
