@@ -65,15 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     args = _parse(parser, argv)
-    if args.version:
-        return _show_version()
-    if args.command is None:
+    if args.command is None and not args.version:
         parser.print_help(sys.stderr)
         return 2
     try:
         _check_ranks(args)
         _apply_numeric_options(args)
-        status: int = args.run(args)
+        status: int = _show_version() if args.version else args.run(args)
         sys.stdout.flush()
         return status
     except UsageError as error:
