@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from cli_process import ENVIRONMENT, ROOT, command, start
+from cli_process import ENVIRONMENT, ROOT, SMALL, command, start
 
 import mojolearn
 from mojolearn import checkpoint
@@ -99,6 +99,15 @@ def test_inspect_says_what_is_inside(trained, run):
     assert facts["config"]["d_model"] == 32
     status, out, _ = run("inspect", trained, "--tensors")
     assert "layers.0.in_proj.weight" in out
+
+
+def test_inspect_names_the_profile_of_a_deterministic_run(text, tmp_path, run):
+    options = (*SMALL, "--steps", 1, "--numeric-mode", "deterministic")
+    assert run("train", text, "--out", tmp_path / "run", *options)[0] == 0
+    status, out, _ = run("inspect", tmp_path / "run")
+    assert status == 0
+    assert "mode      deterministic" in out
+    assert "mojolearn.deterministic.v1" in out
 
 
 def test_inspect_draws_weights(trained, tmp_path, run):
