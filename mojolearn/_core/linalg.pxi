@@ -79,7 +79,7 @@ def linear(const float[:, :] x, w, float[:, :] out, int threads, int mode=0):
         return
     packed = w
     check_product(x.shape[0], x.shape[1], packed.matrix.outputs, packed.matrix.steps, out, threads)
-    if x.shape[0] <= FEW_ROWS:
+    if x.shape[0] <= MOST_ROWS:
         few_rows(x, &packed.matrix, out, threads, mode)
         return
     b.data = NULL

@@ -1,7 +1,6 @@
 # Weights that stay packed in memory.
 
 cdef enum:
-    FEW_ROWS = 8                       # up to here the rows go through the weight side by side
     UNITS_PER_THREAD = 4               # of the panels of a weight, in a product of few rows
 
 

@@ -103,11 +103,46 @@ MOJO_INLINE void matvec_body(const int format, const int streams, const int rows
         vstore(out + ((z * rows + r) * PANEL_VECTORS + q) * W, acc[z][r][q]);
 }
 
+#if MOJO_ISA == 1
+/* One row times half of a panel, as tile_sums_double does it. Returns whether the sums are in doubt. */
+MOJO_INLINE int matvec_half_double(const int format, const int half, const char *panel, const float *scales,
+                                   ptrdiff_t first, ptrdiff_t last, const float *x, float *out) {
+    __m128d low[PANEL_VECTORS / 2], high[PANEL_VECTORS / 2];
+    __m128i doubt = _mm_setzero_si128();
+    vf w[PANEL_VECTORS];
+    UNROLLED(q, PANEL_VECTORS / 2) low[q] = high[q] = _mm_setzero_pd();
+#pragma GCC unroll 1
+    for (ptrdiff_t p = first; p < last; p++) {
+        __m128d factor = _mm_cvtps_pd(_mm_set1_ps(x[p]));
+        panel_load(format, panel, scales, p, w);
+        UNROLLED(q, PANEL_VECTORS / 2) {
+            __m128d w_low, w_high;
+            widen(w[half * (PANEL_VECTORS / 2) + q], &w_low, &w_high);
+            low[q] = double_step(factor, w_low, low[q], &doubt);
+            high[q] = double_step(factor, w_high, high[q], &doubt);
+        }
+    }
+    UNROLLED(q, PANEL_VECTORS / 2) vstore(out + (half * (PANEL_VECTORS / 2) + q) * W, narrow(low[q], high[q]));
+    return doubtful(doubt);
+}
+MOJO_INLINE int matvec_double(const int format, const char *panel, const float *scales, ptrdiff_t first,
+                              ptrdiff_t last, const float *x, float *out) {
+    return matvec_half_double(format, 0, panel, scales, first, last, x, out) ||
+           matvec_half_double(format, 1, panel, scales, first, last, x, out);
+}
+#endif
+
 typedef void (*MatvecKernel)(const char *, ptrdiff_t, const float *, ptrdiff_t, ptrdiff_t, const float *const *, float *);
+#if MOJO_ISA == 1
+#define MATVEC_SHORTCUT(format) if (!matvec_double(format, panels, scales, first, last, *x, out)) return;
+#else
+#define MATVEC_SHORTCUT(format)
+#endif
 #define MOJO_MATVEC(format, streams, rows)                                                                            \
     MOJO_NOINLINE void matvec_##format##_##streams##_##rows(const char *panels, ptrdiff_t panel_bytes,                \
                                                             const float *scales, ptrdiff_t first, ptrdiff_t last,     \
                                                             const float *const *x, float *out) {                      \
+        MATVEC_SHORTCUT(format)                                                                                       \
         matvec_body(format, streams, rows, panels, panel_bytes, scales, first, last, x, out);                         \
     }
 #define MOJO_MATVEC_FORMATS(streams, rows) \
@@ -141,7 +176,7 @@ MOJO_MATVEC_FORMATS(1, 1)
 static const int matvec_streams[4] = {1};
 static const MatvecKernel matvec_kernels[1][2][4] = {{MOJO_MATVEC_ENTRIES(1, 1), MOJO_MATVEC_ENTRIES(1, 1)}};
 #endif
-#define MATVEC_FLOATS (8 * PANEL) /* rows x streams x PANEL, at most */
+#define MATVEC_FLOATS (8 * PANEL) /* rows, in groups, x streams x PANEL, at most */
 
 /* `several`: the panels that fit the registers with 2^log2_rows rows, matvec_streams[log2_rows]; otherwise one. */
 MOJO_INLINE void matvec_run(int format, int log2_rows, int several, const char *panels, ptrdiff_t panel_bytes,

@@ -28,28 +28,35 @@ cdef struct PanelMatrix:
 
 cdef enum:
     MATVEC_LEVELS = 11                 # at most 1024 leaves
+    MOST_ROWS = 8                      # that share one reading of a panel
 
 
 cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t streams, bint several, int log2_rows,
                        const float** x, Py_ssize_t rows, float* out, Py_ssize_t out_stride, bint checked) noexcept nogil:
-    """Neighbouring panels times up to 2**log2_rows rows; ``rows`` of the results are wanted."""
+    """``streams`` neighbouring panels times at most MOST_ROWS rows.
+
+    ``x`` has the rows in groups of 2**log2_rows, the last one filled up; ``rows`` of the results are wanted. All groups
+    take a leaf before the next one is read.
+    """
     cdef float waiting[MATVEC_LEVELS][MATVEC_FLOATS]
     cdef float sums[MATVEC_FLOATS]
     cdef Py_ssize_t levels[FOLD_LEVELS]
-    cdef Py_ssize_t width = 1 << log2_rows, count = streams * width * PANEL
+    cdef Py_ssize_t width = 1 << log2_rows, groups = ceil_div(rows, width), count = groups * streams * width * PANEL
     cdef Py_ssize_t leaf = profile_leaf(w.steps), leaves = ceil_div(w.steps, leaf)
-    cdef Py_ssize_t t, i, z, r, first, last, merges, columns
+    cdef Py_ssize_t t, i, g, z, r, first, last, merges, columns
     cdef const char* data = w.data + panel * w.panel_bytes
     cdef const float* scales = w.scales + panel * PANEL
     for t in range(leaves):
         first = t * leaf
         last = min(first + leaf, w.steps)
-        matvec_run(w.format, log2_rows, several, data, w.panel_bytes, scales, first, last, x, sums)
+        for g in range(groups):
+            matvec_run(w.format, log2_rows, several, data, w.panel_bytes, scales, first, last, x + g * width,
+                       sums + g * streams * width * PANEL)
         if checked and fp_underflowed():
-            for z in range(streams):
-                for r in range(rows):
+            for r in range(rows):
+                for z in range(streams):
                     exact_matvec(w.format, data + z * w.panel_bytes, scales + z * PANEL, first, last, x[r],
-                                 sums + (z * width + r) * PANEL)
+                                 sums + ((r // width * streams + z) * width + r % width) * PANEL)
             fp_fast()
         merges = merged_levels(t, t == leaves - 1, levels)
         for i in range(merges):
@@ -59,10 +66,11 @@ cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t stream
                 z += vlanes
         if t < leaves - 1:
             memcpy(waiting[merges], sums, 4 * count)
-    for z in range(streams):
-        columns = min(w.outputs - (panel + z) * PANEL, <Py_ssize_t> PANEL)
-        for r in range(rows):
-            memcpy(out + r * out_stride + (panel + z) * PANEL, sums + (z * width + r) * PANEL, 4 * columns)
+    for r in range(rows):
+        for z in range(streams):
+            columns = min(w.outputs - (panel + z) * PANEL, <Py_ssize_t> PANEL)
+            memcpy(out + r * out_stride + (panel + z) * PANEL,
+                   sums + ((r // width * streams + z) * width + r % width) * PANEL, 4 * columns)
 
 
 cdef void panel_matvec(const PanelMatrix* w, const float* x, Py_ssize_t x_stride, Py_ssize_t rows, Py_ssize_t first,
@@ -71,23 +79,24 @@ cdef void panel_matvec(const PanelMatrix* w, const float* x, Py_ssize_t x_stride
 
     ``checked`` is false in mode fast. Enters and leaves in exact floating-point mode.
     """
-    cdef const float* group[8]
+    cdef const float* group[MOST_ROWS]
     cdef Py_ssize_t row = 0, r, taken, panel, streams
     cdef int log2_rows
     fp_fast()
     while row < rows:
-        taken = min(rows - row, <Py_ssize_t> MATVEC_ROWS)
+        taken = min(rows - row, <Py_ssize_t> MOST_ROWS)
         log2_rows = 0
-        while (1 << log2_rows) < taken:
+        while (1 << log2_rows) < min(taken, <Py_ssize_t> MATVEC_ROWS):
             log2_rows += 1
-        for r in range(1 << log2_rows):
+        for r in range(MOST_ROWS):
             # rows that are missing repeat the first, and their results are left
             group[r] = x + (row + (r if r < taken else 0)) * x_stride
-        streams = matvec_streams[log2_rows]
+        streams = matvec_streams[log2_rows] if taken <= MATVEC_ROWS else 1
         panel = first
         while panel < last:
             if panel + streams <= last:
-                matvec_group(w, panel, streams, True, log2_rows, group, taken, out + row * out_stride, out_stride, checked)
+                matvec_group(w, panel, streams, streams > 1, log2_rows, group, taken, out + row * out_stride, out_stride,
+                             checked)
                 panel += streams
             else:
                 matvec_group(w, panel, 1, False, log2_rows, group, taken, out + row * out_stride, out_stride, checked)
