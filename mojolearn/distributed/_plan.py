@@ -109,7 +109,7 @@ def _refusal(rows: int, length: int, ranks: int, units: int) -> str:
         choices.append(f'numeric_mode "deterministic" with n_shards from {ranks} up to {rows}')
     return (
         f"a batch of {rows} rows of {length} tokens cannot be divided among {ranks} ranks in whole leaves of "
-        f"{leaf_size(rows * length)} tokens, as mode identical needs; one of these would work: " + "; ".join(choices)
+        f"{leaf_size(rows * length)} tokens; one of these would work: " + "; ".join(choices)
     )
 
 

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import json
+import pathlib
 import pickle
 import re
 import threading
@@ -565,6 +566,25 @@ def test_blocks_cover_the_parameters_in_whole_leaves(config, ranks):
     assert {block.start for block in blocks.blocks} <= starts
     if config.num_parameters > 1e6:
         assert max(b.stop - b.start for b in blocks.blocks) < 1.15 * config.num_parameters / ranks + 2048
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
+
+
+def test_tables_of_the_page_are_those_of_the_model():
+    from benchmarks.bench_distributed import tables
+
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in tables().items():
+        assert table in text, f"{name}: take the table from python -m benchmarks.bench_distributed"
+
+
+def test_refusal_on_the_page():
+    with pytest.raises(ValueError) as refusal:
+        divide_rows(2, 100, 2)
+    assert str(refusal.value) in " ".join(PAGE.read_text(encoding="utf-8").split())
 
 
 # ---- costs -------------------------------------------------------------------------------------------------------
