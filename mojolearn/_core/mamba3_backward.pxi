@@ -555,8 +555,8 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, co
                                            vmul(vmul(vmul(dscale, step), gate), vsub(one, gate))))
         t += vlanes
     n = token * shape.inner * 2 + head * STATE
-    state_rows(s.dq, 0, real, job.dC + n, shape.heads * STATE)
-    state_rows(s.dk, 0, real, job.dB + n, shape.heads * STATE)
+    state_rows(s.dq, 0, real, job.dC + n, shape.heads * STATE, True)
+    state_rows(s.dk, 0, real, job.dB + n, shape.heads * STATE, True)
     transpose(s.dtheta, CHUNK, ANGLES, CHUNK, job.dtheta + item * (TALL // 4), ANGLES)
     p = 0
     while p < ANGLES:

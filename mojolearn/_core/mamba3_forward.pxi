@@ -322,18 +322,22 @@ cdef void rotate_chunk(const float* B, const float* C, const float* B_bias, cons
                        const float* sine, const float* scale, Py_ssize_t first, Py_ssize_t real,
                        float* qrot, float* krot, float* ks, float* diagonal) noexcept nogil:
     """Biased and rotated q, k, scaled k, and q . k before rotation, for the lanes of tokens first..real."""
-    cdef Py_ssize_t t = first - first % vlanes, n
-    cdef vf q0, q1, k0, k1, cosine_of, sine_of, dot, by, x
-    while t < real:
-        dot = vzero()
-        by = vload(scale + t)
-        n = 0
-        while n < STATE:
-            q0 = vadd(vload(C + n * CHUNK + t), vset(C_bias[n]))
-            q1 = vadd(vload(C + (n + 1) * CHUNK + t), vset(C_bias[n + 1]))
-            k0 = vadd(vload(B + n * CHUNK + t), vset(B_bias[n]))
-            k1 = vadd(vload(B + (n + 1) * CHUNK + t), vset(B_bias[n + 1]))
-            dot = vfma(q1, k1, vfma(q0, k0, dot))
+    cdef Py_ssize_t low = first - first % vlanes, t, n = 0
+    cdef vf q0, q1, k0, k1, cosine_of, sine_of, dot, by, x, B0, B1, C0, C1
+    memset(diagonal, 0, CHUNK * sizeof(float))
+    while n < STATE:
+        B0 = vset(B_bias[n])
+        B1 = vset(B_bias[n + 1])
+        C0 = vset(C_bias[n])
+        C1 = vset(C_bias[n + 1])
+        t = low
+        while t < real:
+            q0 = vadd(vload(C + n * CHUNK + t), C0)
+            q1 = vadd(vload(C + (n + 1) * CHUNK + t), C1)
+            k0 = vadd(vload(B + n * CHUNK + t), B0)
+            k1 = vadd(vload(B + (n + 1) * CHUNK + t), B1)
+            dot = vfma(q0, k0, vload(diagonal + t))
+            vstore(diagonal + t, vfma(q1, k1, dot))
             if n < 2 * ANGLES:
                 cosine_of = vload(cosine + n // 2 * CHUNK + t)
                 sine_of = vload(sine + n // 2 * CHUNK + t)
@@ -343,15 +347,15 @@ cdef void rotate_chunk(const float* B, const float* C, const float* B_bias, cons
                 x = vsub(vmul(k0, cosine_of), vmul(k1, sine_of))
                 k1 = vadd(vmul(k0, sine_of), vmul(k1, cosine_of))
                 k0 = x
+            by = vload(scale + t)
             vstore(qrot + n * CHUNK + t, q0)
             vstore(qrot + (n + 1) * CHUNK + t, q1)
             vstore(krot + n * CHUNK + t, k0)
             vstore(krot + (n + 1) * CHUNK + t, k1)
             vstore(ks + n * CHUNK + t, vmul(k0, by))
             vstore(ks + (n + 1) * CHUNK + t, vmul(k1, by))
-            n += 2
-        vstore(diagonal + t, dot)
-        t += vlanes
+            t += vlanes
+        n += 2
 
 
 cdef void load_buffered(MixJob* job, Py_ssize_t row, Py_ssize_t head, MixScratch* s) noexcept nogil:
@@ -409,12 +413,18 @@ cdef void gate_rows(MixJob* job, Py_ssize_t row, Py_ssize_t head, Py_ssize_t sta
         token = row * job.shape.length + start + i
         z = job.proj + token * job.shape.width + head * HEAD
         through = vset(sadd(job.D[head], smul(s.diagonal[i], s.gamma[i])))
+        if start + i + CHUNK < job.shape.length:
+            p = 0
+            while p < HEAD:      # the same row of the next chunk
+                prefetch(z + CHUNK * job.shape.width + p)
+                prefetch(z + CHUNK * job.shape.width + job.shape.inner + p)
+                p += 16
         p = 0
         while p < HEAD:
             total = vadd(vmul(vload(s.carried + i * HEAD + p), vset(s.from_start[i])), vload(s.inner + i * HEAD + p))
             total = vadd(total, vmul(through, vload(s.v + i * HEAD + p)))
             if job.skip != NULL:
-                vstore(job.skip + token * job.shape.inner + head * HEAD + p, total)
+                vstream(job.skip + token * job.shape.inner + head * HEAD + p, total)
             vstore(job.gate + token * job.shape.inner + head * HEAD + p, vmul(total, vsilu(vflush(vload(z + p)))))
             p += vlanes
 
@@ -425,8 +435,8 @@ cdef void keep_rows(MixJob* job, Py_ssize_t row, Py_ssize_t head, Py_ssize_t fir
     cdef Py_ssize_t heads = job.shape.heads, kept = real - first, t, at
     if job.new_qrot != NULL:
         at = (row * kept * heads + head) * STATE
-        state_rows(s.qrot, first, real, job.new_qrot + at, heads * STATE)
-        state_rows(s.krot, first, real, job.new_krot + at, heads * STATE)
+        state_rows(s.qrot, first, real, job.new_qrot + at, heads * STATE, False)
+        state_rows(s.krot, first, real, job.new_krot + at, heads * STATE, False)
         for t in range(first, real):
             at = (row * kept + t - first) * heads + head
             flush_all(job.new_qrot + at * STATE, STATE)
@@ -436,7 +446,7 @@ cdef void keep_rows(MixJob* job, Py_ssize_t row, Py_ssize_t head, Py_ssize_t fir
             job.new_sig[at] = sig[t]
             job.new_adt[at] = adt[t]
     if job.k_last != NULL:
-        state_rows(s.krot, real - 1, real, job.k_last + (row * heads + head) * STATE, STATE)
+        state_rows(s.krot, real - 1, real, job.k_last + (row * heads + head) * STATE, STATE, False)
         flush_all(job.k_last + (row * heads + head) * STATE, STATE)
         memcpy(job.v_last + (row * heads + head) * HEAD, s.v + (real - 1) * HEAD, HEAD * sizeof(float))
 

@@ -170,8 +170,10 @@ cdef void flush_all(float* x, Py_ssize_t n) noexcept nogil:
         i += vlanes
 
 
-cdef void state_rows(const float* x, Py_ssize_t first, Py_ssize_t last, float* out, Py_ssize_t out_row) noexcept nogil:
-    """out[t - first] = x[:, t] for first <= t < last: columns of x (128, 64) become rows of ``out``.
+cdef void state_rows(const float* x, Py_ssize_t first, Py_ssize_t last, float* out, Py_ssize_t out_row,
+                     bint stream) noexcept nogil:
+    """out[t - first] = x[:, t] for first <= t < last: columns of x (128, 64) become rows of ``out``. ``stream``: the
+    rows are aligned, and not read soon.
 
     By way of a buffer, because neighbouring rows of ``out`` are often a multiple of 4 KiB apart: stores that walk down
     such a column throw each other out of the first-level cache.
@@ -189,8 +191,12 @@ cdef void state_rows(const float* x, Py_ssize_t first, Py_ssize_t last, float* o
                 vstore(buffer + r * STATE + n, block[r])
             n += vlanes
         for r in range(vlanes):
-            if first <= t + r < last:
-                for n in range(STATE_VECTORS):
+            if not first <= t + r < last:
+                continue
+            for n in range(STATE_VECTORS):
+                if stream:
+                    vstream(out + (t + r - first) * out_row + n * vlanes, vload(buffer + r * STATE + n * vlanes))
+                else:
                     vstore(out + (t + r - first) * out_row + n * vlanes, vload(buffer + r * STATE + n * vlanes))
         t += vlanes
 

@@ -54,6 +54,19 @@ MOJO_INLINE vi vasint(vf x) { return (vi)x; }
 MOJO_INLINE vf vbits(uint32_t bits) { return (vf)viset((int32_t)bits); }
 MOJO_INLINE vf vload(const float *p) { return *(const vf_unaligned *)p; }
 MOJO_INLINE void vstore(float *p, vf x) { *(vf_unaligned *)p = x; }
+/* to an address that is a multiple of the vector's size, past the caches: for results that are not read soon. A later
+ * atomic operation of the thread, such as next_unit, makes them visible to others. */
+MOJO_INLINE void vstream(float *p, vf x) {
+#if MOJO_ISA == 3
+    _mm512_stream_ps(p, (__m512)x);
+#elif MOJO_ISA == 2
+    _mm256_stream_ps(p, (__m256)x);
+#elif MOJO_ISA == 1
+    _mm_stream_ps(p, (__m128)x);
+#else
+    vstore(p, x);
+#endif
+}
 MOJO_INLINE vi viload(const int32_t *p) { return *(const vi_unaligned *)p; }
 MOJO_INLINE void vistore(int32_t *p, vi x) { *(vi_unaligned *)p = x; }
 /* the first n lanes, 0 <= n <= W; the others read as +0 and are not written */

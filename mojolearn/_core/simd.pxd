@@ -20,6 +20,7 @@ cdef extern from "simd.h" nogil:
     vi vasint(vf x)
     vf vload(const float* p)
     void vstore(float* p, vf x)
+    void vstream(float* p, vf x)
     vi viload(const int32_t* p)
     void vistore(int32_t* p, vi x)
     vf vloadn(const float* p, Py_ssize_t n)
