@@ -1,10 +1,12 @@
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from mojolearn._typing import NumericMode
 
 __all__ = [
     "DETERMINISTIC_PROFILES",
     "MODE_NAMES",
+    "default_environment",
     "get_num_threads",
     "get_numeric_mode",
     "mode_index",
@@ -18,6 +20,9 @@ __all__ = [
 DETERMINISTIC_PROFILES: tuple[str, ...]
 MODE_NAMES: tuple[str, ...]
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+def default_environment(function: _Function) -> _Function: ...
 def mode_index(mode: NumericMode | None, name: str = "numeric_mode") -> int: ...
 def mode_name(index: int) -> str: ...
 def set_numeric_mode(mode: NumericMode) -> None: ...

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mojolearn._arrays import as_ids, as_index, as_real, describe
+from mojolearn._numerics import default_environment
 from mojolearn.errors import CapacityError, NonFiniteError
 
 __all__ = ["generate"]
@@ -192,6 +193,7 @@ class _Row:
             self.finished = any(self.tail[-len(stop) :] == stop for stop in self.stops)
         return self.last
 
+    @default_environment
     def _pick(self) -> int:
         logits = self.logits
         if not math.isfinite(logits.max()):
