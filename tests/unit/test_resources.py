@@ -48,5 +48,5 @@ def test_what_is_free_is_less_than_the_machine_has():
 
 def test_more_than_is_free_is_refused():
     config = mojolearn.SambaConfig(vocab=256, d_model=1 << 17, layers=["mamba3"] * 40)
-    with pytest.raises(MemoryError, match="training needs about .* GiB and .* are free"):
+    with pytest.raises(MemoryError, match=r"training needs about .* GiB and .* are free"):
         check_memory(config, 8, 256, 1)
