@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mojolearn.cli._common import bytes_text
 from mojolearn.config import SambaConfig
+from mojolearn.distributed import divide_rows
 
 FLOAT = 4
 INTERPRETER = 80 << 20  # Python, NumPy and the compiled modules
@@ -14,20 +15,31 @@ MARGIN = 1.25  # scratch and alignment
 LOGITS_LIMIT = 256 << 20  # the head works through tokens in pieces of at most this many bytes
 
 
-def training_memory(config: SambaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1) -> int:
-    """An estimate in bytes, on the safe side, of the peak of a training step.
+def training_memory(
+    config: SambaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1, ranks: int = 1, n_shards: int = 1
+) -> int:
+    """An estimate in bytes, on the safe side, of the peak of a training step in one process.
 
     Parameters
     ----------
     config : SambaConfig
     batch_size, seq_len, accumulation_steps : int
+    ranks, n_shards : int, default 1
+        Processes that the batch is divided among, and shards of its rows.
     """
-    tokens = batch_size // accumulation_steps * seq_len
+    division = divide_rows(batch_size, seq_len, ranks, n_shards)
+    rows = max(last - first for first, last in division.rows)
+    tokens = -(-rows // accumulation_steps) * seq_len
     # Parameters, two moments and the gradient; micro-batches add the subtrees of a sum that wait for their neighbour.
-    buffers = 4
+    buffers = 2 + 2 / ranks
     if accumulation_steps > 1:
         pieces = accumulation_steps if tokens % LEAF == 0 else tokens * accumulation_steps // LEAF
         buffers += pieces.bit_length() + 1
+    if n_shards > 1:
+        buffers += (-(-n_shards // ranks)).bit_length()
+    if ranks > 1:
+        # A rank may end with several subtrees, and gets its block of those of all others.
+        buffers += max(map(len, division.roots)) - 1 + sum(map(len, division.roots)) / ranks
 
     kept = 2 * config.d_model  # embedding output and final norm
     widest = 0
@@ -37,7 +49,7 @@ def training_memory(config: SambaConfig, batch_size: int, seq_len: int, accumula
         widest = max(widest, backward)
     logits = min(FLOAT * tokens * config.vocab, LOGITS_LIMIT)
     activations = MARGIN * FLOAT * tokens * (kept + widest)
-    return INTERPRETER + buffers * FLOAT * config.num_parameters + int(activations) + 2 * logits
+    return INTERPRETER + int(buffers * FLOAT * config.num_parameters + activations) + 2 * logits
 
 
 def _block_widths(config: SambaConfig, kind: str) -> tuple[int, int]:
@@ -74,15 +86,17 @@ def available_memory() -> int | None:
     return max(0, min(limits)) if limits else None
 
 
-def check_memory(config: SambaConfig, batch_size: int, seq_len: int, accumulation_steps: int) -> int:
-    """The memory that training needs.
+def check_memory(
+    config: SambaConfig, batch_size: int, seq_len: int, accumulation_steps: int, ranks: int = 1, n_shards: int = 1
+) -> int:
+    """The memory that training needs; arguments as `training_memory`.
 
     Raises
     ------
     MemoryError
         There is less.
     """
-    needed = training_memory(config, batch_size, seq_len, accumulation_steps)
+    needed = training_memory(config, batch_size, seq_len, accumulation_steps, ranks, n_shards)
     available = available_memory()
     if available is not None and needed > available:
         raise MemoryError(

@@ -134,7 +134,10 @@ def _fresh(folder: RunFolder, given: dict[str, Any], dry_run: bool, comm: Comm |
             tie_embeddings=settings.tie_embeddings,
             dropout=settings.dropout,
         )
-    check_memory(config, settings.batch_size, settings.seq_len, settings.accumulation_steps)
+    count = 1 if comm is None else comm.size
+    fast = (settings.numeric_mode or mojolearn.get_numeric_mode()) == "fast"
+    shards = count if fast else settings.n_shards
+    check_memory(config, settings.batch_size, settings.seq_len, settings.accumulation_steps, count, shards)
     stack = mojolearn.SambaStack(
         config,
         generator=Generator(settings.seed),

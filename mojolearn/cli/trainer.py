@@ -42,11 +42,8 @@ class Trainer:
         self.stop_signal: int | None = None
         self.comm: Comm | None = stack.comm
         if self.comm is not None:
-            self._check_ranks(self.comm)
-
-    def _check_ranks(self, comm: Comm) -> None:
-        """Refuse what cannot be divided at once, and not after the first batch."""
-        divide_rows(self.settings.batch_size, self.settings.seq_len, comm.size, self.stack.n_shards)
+            # What cannot be divided is refused at once, and not after the first batch.
+            divide_rows(settings.batch_size, settings.seq_len, self.comm.size, stack.n_shards)
 
     @property
     def step(self) -> int:
@@ -67,7 +64,14 @@ class Trainer:
             "train_tokens": self.data.train.n_tokens,
             "valid_tokens": self.data.valid.n_tokens if self.data.valid else 0,
             "files": len(self.data.train.files),
-            "memory_bytes": training_memory(config, settings.batch_size, settings.seq_len, settings.accumulation_steps),
+            "memory_bytes": training_memory(
+                config,
+                settings.batch_size,
+                settings.seq_len,
+                settings.accumulation_steps,
+                ranks,
+                self.stack.n_shards,
+            ),
             "ranks": ranks,
             "checkpoint_bytes": 3 * 4 * config.num_parameters,
             "steps_left": left,

@@ -38,6 +38,22 @@ def test_the_estimate_is_above_the_peak_and_near(layers, d_model, batch, length,
     assert 0.97 * peak < estimate < 1.7 * peak
 
 
+def test_shards_and_ranks_count():
+    config = mojolearn.SambaConfig(vocab=300, d_model=512, layers=["mamba3"] * 2)
+    flat = 4 * config.num_parameters
+
+    def buffers(ranks, n_shards=1):
+        """Beyond what the rows of one rank need."""
+        alone = training_memory(config, 8 // ranks, 128)
+        return (training_memory(config, 8, 128, 1, ranks, n_shards) - alone) / flat
+
+    # A part of the two moments and a buffer for what comes in: 2 ranks -1 + 1, 8 ranks -1.75 + 1.
+    assert buffers(2) == pytest.approx(0.0, abs=1e-3)
+    assert buffers(8) == pytest.approx(-0.75, abs=1e-3)
+    # Eight shards in one process wait on four levels.
+    assert buffers(1, 8) == pytest.approx(4.0, abs=1e-3)
+
+
 def test_what_is_free_is_less_than_the_machine_has():
     free = available_memory()
     if sys.platform.startswith("linux"):
