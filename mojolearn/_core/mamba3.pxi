@@ -132,16 +132,26 @@ def mix(const float[::1] proj, const float[::1] B, const float[::1] C, const flo
         parallel_run(mix_job, &job, threads)
 
 
-def backward_scratch(Py_ssize_t chunks, bint exact_order):
-    """Floats of scratch that one thread of `backward` needs."""
+cdef enum:
+    SUMS_THREADS = 16       # of the sums over a state, whose scratch is megabytes a thread
+
+
+cdef int sums_threads(Py_ssize_t lines, Py_ssize_t chunks, int threads):
+    cdef Py_ssize_t groups = (lines * (chunks - 1) + STATE_LANES - 1) // STATE_LANES
+    return min(threads, SUMS_THREADS, max(groups, 1))
+
+
+def backward_scratch(Py_ssize_t lines, Py_ssize_t chunks, bint exact_order, int threads):
+    """Floats of scratch that `backward` needs for ``lines`` = rows times heads."""
+    cdef Py_ssize_t sums = sums_threads(lines, chunks, threads) * <Py_ssize_t> STATE_SUMS_SCRATCH
     if not exact_order:
-        return HEAD_SCRATCH
-    return max(<Py_ssize_t> CHUNK_SCRATCH, <Py_ssize_t> STATE_SUMS_SCRATCH if chunks > 1 else 0)
+        return threads * <Py_ssize_t> HEAD_SCRATCH
+    return max(threads * <Py_ssize_t> CHUNK_SCRATCH, sums if chunks > 1 else 0)
 
 
 def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const float[::1] rate, tuple rstd,
              tuple scalars, tuple kept, tuple weights, float[::1] pack, tuple rows, tuple between,
-             float[:, ::1] scratch, Py_ssize_t batch, Py_ssize_t length, int threads, int mode=0):
+             float[::1] scratch, Py_ssize_t batch, Py_ssize_t length, int threads, int mode=0):
     """Gradients of the projection and of the small weights' rows.
 
     ``panels`` (B, C), ``rate``, ``rstd`` (B, C), ``scalars`` (dt, sig, adt) and ``kept`` (h, cos, sin, skip) come from
@@ -149,10 +159,10 @@ def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const 
     B_norm, C_norm); ``between`` is scratch (dy, dh, state sums, four planes, dtheta, its totals).
     """
     cdef BackwardJob job
-    cdef Py_ssize_t lines
+    cdef int sum_threads
     memset(&job, 0, sizeof(BackwardJob))
     job.shape = make_shape(batch, length, (<object> weights[0]).shape[0], 0)
-    lines = batch * job.shape.heads
+    sum_threads = sums_threads(batch * job.shape.heads, job.shape.chunks, threads)
     job.dgate = source(dgate)
     job.proj = source(proj)
     job.B, job.C = source(panels[0]), source(panels[1])
@@ -168,18 +178,21 @@ def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const 
     job.dy, job.dh, job.state_sum = target(between[0]), target(between[1]), target(between[2])
     job.dscale, job.ddt, job.dtrap = target(between[3]), target(between[4]), target(between[5])
     job.ddt_adt, job.dtheta, job.dtheta_total = target(between[6]), target(between[7]), target(between[8])
-    job.scratch = &scratch[0, 0]
-    job.scratch_size = scratch.shape[1]
+    job.scratch = &scratch[0]
+    job.scratch_size = CHUNK_SCRATCH
     job.exact_order = mode == 0
     with nogil:
         if job.exact_order:
             parallel_run(adjoint_job, &job, threads)
             if job.shape.chunks > 1:
                 job.counter = 0
-                parallel_run(state_sums_job, &job, threads)
+                job.scratch_size = STATE_SUMS_SCRATCH
+                parallel_run(state_sums_job, &job, sum_threads)
+                job.scratch_size = CHUNK_SCRATCH
             job.counter = 0
             parallel_run(chunk_job, &job, threads)
         else:
+            job.scratch_size = HEAD_SCRATCH
             parallel_run(head_job, &job, threads)
         job.counter = 0
         parallel_run(angle_job, &job, threads)

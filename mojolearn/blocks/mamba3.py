@@ -398,7 +398,7 @@ class Mamba3Block(Block):
             pack.reshape(-1),
             tuple(array.reshape(-1) for array in rows.values()),
             between,
-            workspace.empty((workers, mamba3.backward_scratch(chunks, exact_order))),
+            workspace.empty(mamba3.backward_scratch(batch * heads, chunks, exact_order, workers)),
             batch,
             length,
             workers,
