@@ -73,13 +73,13 @@ def main() -> None:
 
     settings = (
         f"--out {args.out} --steps {args.steps} --d-model 128 --layers mamba3,attention,mamba3 --n-heads 2 "
-        f"--batch-size 8 --seq-len {SEQ_LEN} --lr 4e-3 --eval-windows {VALID_WINDOWS} --eval-every {args.steps // 6} "
-        f"--save-every {args.steps // 6} --numeric-mode deterministic"
+        f"--batch-size 8 --seq-len {SEQ_LEN} --lr 4e-3 --eval-windows {VALID_WINDOWS} --eval-every {args.steps // 5} "
+        f"--save-every {args.steps // 5} --numeric-mode deterministic"
     )
     run(f"train {settings} --stop-after {args.steps // 2}", paths)
     run(f"train --out {args.out} --resume")
     run(f"plot {args.out}")
-    run(f"generate {args.out} --prompt 'def ' --temperature 0.7 --max-new-tokens 400 --seed 1")
+    run(f"generate {args.out} --prompt 'def ' --temperature 0.6 --max-new-tokens 400 --seed 1")
 
     ours, order2 = held_out_bits(args.out), order2_bits(paths)
     print(f"\nheld-out bits per byte: {ours:.3f} (this model), {order2:.3f} (interpolated order-2 byte model)")
