@@ -61,7 +61,8 @@ class TrainSettings:
     )
     seed: int = field(default=0, metadata={"table": "training", "help": "seed of weights, dropout and data order"})
     numeric_mode: str | None = field(
-        default=None, metadata={"table": "training", "help": "identical, deterministic or fast (library default)"}
+        default=None,
+        metadata={"table": "training", "help": "identical (default), deterministic (trains faster) or fast"},
     )
     init: str | None = field(
         default=None, metadata={"table": "training", "help": "start from the weights of this checkpoint or run"}
