@@ -1,5 +1,7 @@
 """The Mamba-3 block (single input, single output) and its decode state."""
 
+import copy
+
 import numpy as np
 
 from mojolearn._arrays import as_float32, as_index, describe
@@ -17,6 +19,10 @@ _ANGLES = 32
 _NORM_EPS = 1e-05
 
 _SMALL_WEIGHTS = ("dt_bias", "B_norm.weight", "C_norm.weight", "B_bias", "C_bias", "D")
+
+# A forward that keeps nothing for a backward works on so many tokens at a time, whole chunks: enough for matrix
+# products at full speed, and its memory stays the same for any length.
+_PIECE_TOKENS = 2048
 
 # Fields of a state that hold one row per buffered token, with the rest of their shape after (B, 64, H).
 _BUFFERS = {
@@ -143,6 +149,19 @@ class Mamba3State:
             if not array.flags.carray:
                 raise ValueError(f"{name} must be C-contiguous, aligned and writable")
 
+    def _rows(self, part):
+        """A state over the same memory for some of the rows."""
+        arrays = {name: getattr(self, name)[part] for name in _state_shapes(0, 0)}
+        return Mamba3State(**arrays, buffered_tokens=self.buffered_tokens, pending=self.pending)
+
+    def _assign(self, other):
+        """Take over a state that is at least a chunk further on; rows that buffer nothing keep what they hold."""
+        for name in _state_shapes(0, 0):
+            rows = slice(0, other.buffered_tokens) if name in _BUFFERS else slice(None)
+            getattr(self, name)[:, rows] = getattr(other, name)[:, rows]
+        self.buffered_tokens = other.buffered_tokens
+        self.pending = other.pending
+
     def _kernel_arrays(self):
         arrays = (
             self.theta,
@@ -257,6 +276,47 @@ class Mamba3Block(Block):
                 raise NonFiniteError(f"{name} of the state must be finite, got NaN or infinity")
 
     def _run(self, ctx, x, y, state=None, tape=None, report=None):
+        batch, length, _ = x.shape
+        if tape is not None or batch * length <= _PIECE_TOKENS:
+            return self._run_piece(ctx, x, y, state, tape, report)
+        rows = max(1, _PIECE_TOKENS // length)
+        commits, reports = [], []
+        for first in range(0, batch, rows):
+            part = slice(first, first + rows)
+            part_state = None if state is None else state._rows(part)
+            reports.append(None if report is None else {})
+            run = self._run_piece if length <= _PIECE_TOKENS else self._run_long
+            commits.append(run(ctx, x[part], y[part], part_state, None, reports[-1]))
+        if report is not None:
+            report.update({name: np.concatenate([part[name] for part in reports]) for name in reports[0]})
+        if state is None:
+            return None
+
+        def commit():
+            for part in commits:
+                part()
+            state.buffered_tokens = _open_tokens(state.buffered_tokens + length)
+            state.pending = False
+
+        return commit
+
+    def _run_long(self, ctx, x, y, state, tape, report):
+        """Forward of long rows in pieces that a state of their own carries, so that memory does not grow with them."""
+        batch, length, _ = x.shape
+        carried = self.allocate_state(batch) if state is None else copy.deepcopy(state)
+        for first in range(0, length, _PIECE_TOKENS):
+            part = slice(first, min(first + _PIECE_TOKENS, length))
+            mark = ctx.workspace.mark()
+            piece, out = np.ascontiguousarray(x[:, part]), y[:, part]
+            target = out if out.flags.c_contiguous else np.empty_like(piece)
+            commit = self._run_piece(ctx, piece, target, carried, None, report if part.stop == length else None)
+            commit()
+            if target is not out:
+                out[...] = target
+            ctx.workspace.release(mark)
+        return None if state is None else lambda: state._assign(carried)
+
+    def _run_piece(self, ctx, x, y, state, tape, report):
         batch, length, d_model = x.shape
         tokens, heads, inner = batch * length, self._heads, 2 * d_model
         weights, workspace, threads = self._weights, ctx.workspace, ctx.threads
@@ -420,13 +480,18 @@ class Mamba3Block(Block):
         workspace.release(mark)
 
 
+def _open_tokens(total):
+    """How many of ``total`` tokens lie in the open chunk; a full chunk stays open until the next token."""
+    return (total - 1) % _CHUNK + 1
+
+
 class _NewState:
     """What a call makes of a state: the new values beside it, and the copy that commits them."""
 
     def __init__(self, workspace, state, batch, heads, length, chunks):
         self._state = state
         total = state.buffered_tokens + length
-        self._buffered = total - (chunks - 1) * _CHUNK
+        self._buffered = _open_tokens(total)
         # rows of the last chunk that this call adds: all of them, or what follows the buffered ones
         self._first = 0 if chunks > 1 else state.buffered_tokens
         rows = self._buffered - self._first

@@ -279,17 +279,46 @@ def test_strided_and_read_only_input():
     assert same_bits(block.forward(frozen), want)
 
 
-def test_memory_grows_with_the_length_only():
+def test_memory_of_a_forward_does_not_grow_with_the_length():
     block = Mamba3Block(block_weights(32, 61))
     held = []
-    for length in (2048, 8192):
-        x = noise((1, length, 32), 62)
+    for shape in ((1, 2048, 32), (1, 16384, 32), (3, 5000, 32), (40, 200, 32)):
+        x = noise(shape, 62)
         workspace = Workspace()
         block._run(Context(1, 0, workspace), x, np.empty_like(x))
-        held.append(workspace.nbytes / length)
-    width = block._weights["in_proj.weight"].shape[0]
-    assert held[1] <= held[0]
-    assert held[1] < 4 * 4 * width
+        held.append(workspace.nbytes)
+    assert max(held) <= 1.1 * held[0]
+
+
+@pytest.mark.parametrize(("batch", "length"), [(3, 90), (2, 300), (5, 64), (1, 257)])
+def test_forwards_in_pieces_have_the_same_bits(monkeypatch, batch, length):
+    """Long or many rows are worked on in pieces of 2048 tokens; here in pieces of 128."""
+    block = Mamba3Block(block_weights(32, 63))
+    x = noise((batch, length + 9, 32), 64)
+    whole, pieces = block.allocate_state(batch), block.allocate_state(batch)
+    want = [block.forward(x[:, :9], whole), block.forward(x[:, 9:], whole)]
+    reports = [getattr(block, name) for name in REPORTS]
+    stateless = block.forward(x)
+    monkeypatch.setattr(block_module, "_PIECE_TOKENS", 128)
+    got = [block.forward(x[:, :9], pieces), block.forward(x[:, 9:], pieces)]
+    assert all(same_bits(a, b) for a, b in zip(got, want))
+    assert all(same_bits(getattr(block, name), value) for name, value in zip(REPORTS, reports))
+    assert unchanged(pieces, snapshot(whole))
+    assert same_bits(block.forward(x), stateless)
+
+
+def test_input_states_in_pieces(monkeypatch):
+    block = Mamba3Block(block_weights(32, 65))
+    x = noise((1, 300, 32), 66)
+    runs = []
+    for size in (2048, 128):
+        monkeypatch.setattr(block_module, "_PIECE_TOKENS", size)
+        state = block.allocate_state(1)
+        given = [noise(getattr(state, name).shape, 67) for name in ("theta", "h", "pending_k", "pending_v")]
+        state.set_input_states(*given)
+        runs.append((block.forward(x, state), snapshot(state)))
+    assert same_bits(runs[0][0], runs[1][0])
+    assert unchanged(state, runs[0][1])
 
 
 def test_constructor_refuses_other_weights():
