@@ -360,13 +360,18 @@ cdef void rotate_chunk(const float* B, const float* C, const float* B_bias, cons
 
 cdef void load_buffered(MixJob* job, Py_ssize_t row, Py_ssize_t head, MixScratch* s) noexcept nogil:
     """v and the scaled rotated k of the buffered tokens, which open chunk 0."""
-    cdef Py_ssize_t t, n
-    cdef const float* k
-    for t in range(job.shape.buffered):
-        memcpy(s.v + t * HEAD, job.state.v + ((row * CHUNK + t) * job.shape.heads + head) * HEAD, HEAD * sizeof(float))
-        k = job.state.krot + ((row * CHUNK + t) * job.shape.heads + head) * STATE
-        for n in range(STATE):
-            s.ks[n * CHUNK + t] = smul(k[n], s.scale[t])
+    cdef Py_ssize_t heads = job.shape.heads, buffered = job.shape.buffered, at = row * CHUNK * heads + head, t, n
+    cdef float* k = s.increment
+    for t in range(buffered):
+        memcpy(s.v + t * HEAD, job.state.v + (at + t * heads) * HEAD, HEAD * sizeof(float))
+    transpose(job.state.krot + at * STATE, heads * STATE, CHUNK, STATE, k, CHUNK)
+    for n in range(STATE):
+        t = 0
+        while t < buffered:
+            vstore(s.ks + n * CHUNK + t, vselect(lanes_below(buffered - t),
+                                                 vmul(vload(k + n * CHUNK + t), vload(s.scale + t)),
+                                                 vload(s.ks + n * CHUNK + t)))
+            t += vlanes
 
 
 cdef void apply_pending(MixJob* job, Py_ssize_t row, Py_ssize_t head, const float* dt, const float* sig,

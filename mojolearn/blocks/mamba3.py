@@ -22,7 +22,7 @@ _SMALL_WEIGHTS = ("dt_bias", "B_norm.weight", "C_norm.weight", "B_bias", "C_bias
 
 # A forward that keeps nothing for a backward works on so many tokens at a time, whole chunks: enough for matrix
 # products at full speed, and its memory stays the same for any length.
-_PIECE_TOKENS = 2048
+_PIECE_TOKENS = 1024
 
 # Fields of a state that hold one row per buffered token, with the rest of their shape after (B, 64, H).
 _BUFFERS = {

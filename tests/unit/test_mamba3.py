@@ -282,7 +282,7 @@ def test_strided_and_read_only_input():
 def test_memory_of_a_forward_does_not_grow_with_the_length():
     block = Mamba3Block(block_weights(32, 61))
     held = []
-    for shape in ((1, 2048, 32), (1, 16384, 32), (3, 5000, 32), (40, 200, 32)):
+    for shape in ((1, 1024, 32), (1, 8192, 32), (3, 3000, 32), (20, 200, 32)):
         x = noise(shape, 62)
         workspace = Workspace()
         block._run(Context(1, 0, workspace), x, np.empty_like(x))
@@ -292,7 +292,7 @@ def test_memory_of_a_forward_does_not_grow_with_the_length():
 
 @pytest.mark.parametrize(("batch", "length"), [(3, 90), (2, 300), (5, 64), (1, 257)])
 def test_forwards_in_pieces_have_the_same_bits(monkeypatch, batch, length):
-    """Long or many rows are worked on in pieces of 2048 tokens; here in pieces of 128."""
+    """Long or many rows are worked on in pieces of 1024 tokens; here in pieces of 128."""
     block = Mamba3Block(block_weights(32, 63))
     x = noise((batch, length + 9, 32), 64)
     whole, pieces = block.allocate_state(batch), block.allocate_state(batch)
@@ -311,7 +311,7 @@ def test_input_states_in_pieces(monkeypatch):
     block = Mamba3Block(block_weights(32, 65))
     x = noise((1, 300, 32), 66)
     runs = []
-    for size in (2048, 128):
+    for size in (1024, 128):
         monkeypatch.setattr(block_module, "_PIECE_TOKENS", size)
         state = block.allocate_state(1)
         given = [noise(getattr(state, name).shape, 67) for name in ("theta", "h", "pending_k", "pending_v")]
