@@ -101,8 +101,8 @@ cdef struct Step:
 # ---- phases ------------------------------------------------------------------------------------------------------------
 
 cdef inline Py_ssize_t group_panels(Py_ssize_t panels) noexcept nogil:
-    """Panels of one unit: four streams keep memory busy, and small matrices are cut finer so that threads share them."""
-    return 4 if panels >= 48 else 2
+    """Panels of one unit: four streams keep memory busy; the smallest matrices are cut finer, so that threads share them."""
+    return 4 if panels >= 8 else 2
 
 
 cdef inline Py_ssize_t panel_units(const PanelMatrix* matrix) noexcept nogil:
