@@ -12,14 +12,27 @@ import numpy as np
 
 from mojolearn._core import layers
 
-__all__ = ["as_float32", "as_ids", "as_index", "as_lengths", "as_ragged_ids", "as_real", "describe"]
+__all__ = [
+    "as_choice",
+    "as_flag",
+    "as_float32",
+    "as_ids",
+    "as_index",
+    "as_lengths",
+    "as_ragged_ids",
+    "as_real",
+    "describe",
+]
 
 
 def describe(value):
     """Short description of a value for an error message."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} with shape {value.shape}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a broken object, or an int with more digits than Python prints
+        return f"a value of type {type(value).__name__}"
     if len(text) > 60:
         text = text[:57] + "..."
     return f"{text} ({type(value).__name__})"
@@ -75,7 +88,7 @@ def as_real(value, name, low=None, high=None, low_open=False, high_open=False):
     """
     if isinstance(value, (bool, np.bool_, str, bytes, bytearray)) or value is None:
         raise TypeError(f"{name} must be a real number, got {describe(value)}")
-    if isinstance(value, np.ndarray) and value.ndim:
+    if isinstance(value, (np.ndarray, np.generic)) and (value.ndim or value.dtype.kind not in "iuf"):
         raise TypeError(f"{name} must be a single real number, got {describe(value)}")
     try:
         number = float(value)
@@ -89,13 +102,32 @@ def as_real(value, name, low=None, high=None, low_open=False, high_open=False):
     return number
 
 
+def as_flag(value, name):
+    """`value` as a bool; only booleans will do."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a bool, got {describe(value)}")
+    return bool(value)
+
+
+def as_choice(value, name, choices):
+    """`value` if it is one of the strings `choices`; anything else is a ValueError."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {tuple(choices)}, got {describe(value)}")
+    return value
+
+
 def _check_range(number, name, low, high, low_open=False, high_open=False):
     if low is not None and (number < low or (low_open and number == low)):
         relation = "greater than" if low_open else "at least"
-        raise ValueError(f"{name} must be {relation} {low}, got {number}")
+        raise ValueError(f"{name} must be {relation} {low}, got {_number_text(number)}")
     if high is not None and (number > high or (high_open and number == high)):
         relation = "less than" if high_open else "at most"
-        raise ValueError(f"{name} must be {relation} {high}, got {number}")
+        raise ValueError(f"{name} must be {relation} {high}, got {_number_text(number)}")
+
+
+def _number_text(number):
+    huge = isinstance(number, int) and number.bit_length() > 256
+    return f"an integer of {number.bit_length()} bits" if huge else str(number)
 
 
 def _from_buffer(value, name, wanted):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mojolearn._arrays import as_index, as_real, describe
+from mojolearn._arrays import as_choice, as_index, as_real, describe
 from mojolearn._core._pool import FloatEnvironment
 
 __all__ = ["LAYER_KINDS", "SambaConfig"]
@@ -148,6 +148,7 @@ class SambaConfig:
         -------
         list of (str, tuple of int)
         """
+        as_choice(kind, "kind", LAYER_KINDS)
         d = self.d_model
         if kind == "mamba3":
             inner = 2 * d
@@ -164,23 +165,21 @@ class SambaConfig:
                 ("D", (heads,)),
                 ("out_proj.weight", (d, inner)),
             ]
-        if kind == "attention":
-            if self.n_heads is None or self.intermediate is None:
-                raise ValueError("an attention block needs n_heads and intermediate, which this config does not set")
-            head_dim = self.head_dim or d // self.n_heads
-            keys = (self.n_kv_heads or self.n_heads) * head_dim
-            return [
-                ("input_layernorm.weight", (d,)),
-                ("post_attention_layernorm.weight", (d,)),
-                ("q_proj.weight", (self.n_heads * head_dim, d)),
-                ("k_proj.weight", (keys, d)),
-                ("v_proj.weight", (keys, d)),
-                ("o_proj.weight", (d, self.n_heads * head_dim)),
-                ("gate_proj.weight", (self.intermediate, d)),
-                ("up_proj.weight", (self.intermediate, d)),
-                ("down_proj.weight", (d, self.intermediate)),
-            ]
-        raise ValueError(f"kind must be one of {LAYER_KINDS}, got {describe(kind)}")
+        if self.n_heads is None or self.intermediate is None:
+            raise ValueError("an attention block needs n_heads and intermediate, which this config does not set")
+        head_dim = self.head_dim or d // self.n_heads
+        keys = (self.n_kv_heads or self.n_heads) * head_dim
+        return [
+            ("input_layernorm.weight", (d,)),
+            ("post_attention_layernorm.weight", (d,)),
+            ("q_proj.weight", (self.n_heads * head_dim, d)),
+            ("k_proj.weight", (keys, d)),
+            ("v_proj.weight", (keys, d)),
+            ("o_proj.weight", (d, self.n_heads * head_dim)),
+            ("gate_proj.weight", (self.intermediate, d)),
+            ("up_proj.weight", (self.intermediate, d)),
+            ("down_proj.weight", (d, self.intermediate)),
+        ]
 
     def registry(self):
         """Names and shapes of all parameters in the order of the flat buffer.

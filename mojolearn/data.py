@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mojolearn._arrays import as_index, as_real, describe
+from mojolearn._arrays import as_choice, as_index, as_real, describe
 
 __all__ = ["TokenDataset", "find_files", "shuffled_index"]
 
@@ -126,14 +126,19 @@ def find_files(paths: Any) -> tuple[list[Path], list[Path]]:
 
     named: dict[Path, None] = {}
     found: dict[Path, None] = {}
-    for path in map(Path, paths):
+    for name in paths:
+        path = Path(name)
+        if not os.fspath(name):
+            raise ValueError("paths must name files, folders or patterns, got an empty path")
         if path.is_dir():
             below = _files_below(path)
             if not below:
                 raise ValueError(f"paths: a folder with files is wanted, got the empty folder {path}")
             found.update(dict.fromkeys(below))
-        elif path.exists():
+        elif path.is_file():
             named[path] = None
+        elif path.exists():
+            raise ValueError(f"paths: a file or folder is wanted, got {path}, which is a pipe or a device")
         else:
             matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
             matches = [match for match in matches if match.is_file()]
@@ -271,12 +276,10 @@ class TokenDataset:
         self.batch_size = as_index(batch_size, "batch_size", low=1)
         self.seq_len = as_index(seq_len, "seq_len", low=1)
         self.seed = as_index(seed, "seed", low=0, high=MASK64)
-        if split not in SPLITS:
-            raise ValueError(f"split must be 'train' or 'valid', got {split!r}")
-        self.split = split
+        self.split = as_choice(split, "split", SPLITS)
         self.valid_fraction = as_real(valid_fraction, "valid_fraction", low=0.0, high=1.0, high_open=True)
-        if dtype is not None and dtype not in BIN_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(BIN_DTYPES)}, got {dtype!r}")
+        if dtype is not None:
+            as_choice(dtype, "dtype", BIN_DTYPES)
 
         token_files, self.skipped = _open_files(paths, dtype)
         order = shuffled_index(range(len(token_files)), len(token_files), FILE_ORDER_KEY)

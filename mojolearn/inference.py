@@ -10,7 +10,7 @@ from mojolearn.blocks.transformer import rope_table
 from mojolearn.config import SambaConfig
 from mojolearn.errors import CheckpointError, NonFiniteError
 from mojolearn.interop import SafetensorsReader
-from mojolearn.model import SambaModel, SambaState
+from mojolearn.model import SambaModel
 
 __all__ = ["SambaInference"]
 
@@ -208,18 +208,19 @@ class SambaInference(SambaModel):
         Up to 8 rows go through the whole model in one compiled call, on what the state's Mamba-3 layers keep ready for
         the next token. That is rebuilt when the state's arrays have been replaced or, as a restored snapshot has, hold
         other angles, tokens or first state rows than the last step left. After any finer edit of the arrays set
-        ``state.layers`` anew.
+        ``state.layers`` anew: ``state.layers = list(state.layers)``.
         """
-        if not isinstance(state, SambaState) or state.batch_size > decode.MAX_STEP_ROWS:
-            return super().step(inputs, state)
-        ids = self._step_ids(inputs)
-        self._check_state_shape(state, *ids.shape)
+        return super().step(inputs, state)
+
+    def _step(self, ids, state):
+        if state.batch_size > decode.MAX_STEP_ROWS:
+            return super()._step(ids, state)
         session = state._session
         threads = get_num_threads()
-        if session is None or session.decoder is not self._decoder or session.threads != threads:
+        if session is None or not session.suits(self._decoder, state, threads):
             session = self._new_session(state, threads)
         if not session.prepare(state, lambda i: self._check_layer_state(i, state, 1)):
-            return super().step(inputs, state)
+            return super()._step(ids, state)
         logits = np.empty((len(ids), self.config.vocab), np.float32)
         status = session.step(ids.reshape(-1), state, logits)
         if status == decode.CACHE_NOT_FINITE:
@@ -229,8 +230,7 @@ class SambaInference(SambaModel):
         return logits
 
     def _new_session(self, state, threads):
-        for i in range(len(self._blocks)):
-            self._check_layer_state(i, state, 1)
+        self._check_layer_states(state, 1)
         cosines = sines = None
         if self._has_attention:
             cosines, sines = rope_table(self.config.head_dim, 10000.0, state.max_tokens)

@@ -13,7 +13,7 @@ Subnormal numbers count as zeros. NaN becomes a quiet NaN in bfloat16 and code 0
 
 import numpy as np
 
-from mojolearn._arrays import as_float32, describe
+from mojolearn._arrays import as_choice, as_float32, describe
 from mojolearn._core import linalg
 from mojolearn._numerics import get_num_threads
 
@@ -356,5 +356,4 @@ def _require_dict(weights, name):
 
 
 def _require_format(fmt):
-    if fmt not in FORMATS:
-        raise ValueError(f"format must be one of {FORMATS}, got {describe(fmt)}")
+    as_choice(fmt, "format", FORMATS)

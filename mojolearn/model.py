@@ -1,10 +1,12 @@
 """What both model classes share: embedding, blocks, final norm and head, with and without a carried state."""
 
 import contextlib
+import threading
+from collections.abc import Sequence
 
 import numpy as np
 
-from mojolearn._arrays import as_ids, as_index, as_ragged_ids, describe
+from mojolearn._arrays import as_flag, as_ids, as_index, as_ragged_ids, describe
 from mojolearn._context import Context, WorkspacePool
 from mojolearn._core import layers as kernels
 from mojolearn._core import linalg
@@ -64,23 +66,45 @@ class SambaState:
     Notes
     -----
     A state is plain arrays: look at it, copy it, store it. `forward` and `step` of a model read and update it in place;
-    a call that is refused leaves it as it was.
+    a call that is refused leaves it as it was. Calls of several threads on one state wait for one another.
     """
 
     def __init__(self, batch_size, max_tokens, layers, tokens=0):
         self.batch_size = as_index(batch_size, "batch_size", 1)
         self.max_tokens = as_index(max_tokens, "max_tokens", 1)
         self.tokens = as_index(tokens, "tokens", 0, self.max_tokens)
-        self.layers = list(layers)
-        for i, layer in enumerate(self.layers):
-            if not isinstance(layer, tuple(_STATE_KINDS.values())):
-                raise TypeError(f"layers[{i}] must be a Mamba3State or TransformerState, got {describe(layer)}")
+        self.layers = _as_layers(layers)
+        self._lock = threading.RLock()
+        self._check()
 
     # What compiled decoding keeps beside the documented arrays; made on demand, never copied or stored.
     _session = None
 
     def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name != "_session"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_session", "_lock")}
+
+    def __setstate__(self, fields):
+        self.__dict__.update(fields)
+        self._lock = threading.RLock()
+
+    def _check(self):
+        """Refuse counts and layers that fit neither together nor anything; users may have set them."""
+        self.batch_size = as_index(self.batch_size, "batch_size", 1)
+        self.max_tokens = as_index(self.max_tokens, "max_tokens", 1)
+        self.tokens = as_index(self.tokens, "tokens", 0, self.max_tokens)
+        if not isinstance(self.layers, list):
+            self.layers = _as_layers(self.layers)
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, tuple(_STATE_KINDS.values())):
+                raise TypeError(f"layers[{i}] must be a Mamba3State or TransformerState, got {describe(layer)}")
+
+    def _check_rows(self):
+        for i, layer in enumerate(self.layers):
+            for name, array in _layer_to_dict(layer).items():
+                if _is_array(array) and array.shape[:1] != (self.batch_size,):
+                    raise ValueError(
+                        f"layers[{i}].{name} must have batch_size {self.batch_size} rows, got shape {array.shape}"
+                    )
 
     def __repr__(self):
         return (
@@ -112,8 +136,14 @@ class SambaState:
         SambaState
             Shares no memory with this one.
         """
-        if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
+        if not isinstance(rows, (Sequence, np.ndarray)) or isinstance(rows, (str, bytes)) or np.ndim(rows) != 1:
             raise TypeError(f"rows must be a sequence of row numbers, got {describe(rows)}")
+        with self._lock:
+            return self._select(rows)
+
+    def _select(self, rows):
+        self._check()
+        self._check_rows()
         rows = [as_index(row, f"rows[{i}]", 0, self.batch_size - 1) for i, row in enumerate(rows)]
         if not rows:
             raise ValueError("rows must choose at least one row, got none")
@@ -135,16 +165,17 @@ class SambaState:
             ``batch_size``, ``max_tokens``, ``tokens`` and ``layers``, a list of one dict per layer whose ``kind`` is
             ``"mamba3"`` or ``"attention"`` and whose other keys are the fields of the block state.
         """
-        layers = [
-            {name: value.copy() if _is_array(value) else value for name, value in _layer_to_dict(layer).items()}
-            for layer in self.layers
-        ]
-        return {
-            "batch_size": self.batch_size,
-            "max_tokens": self.max_tokens,
-            "tokens": self.tokens,
-            "layers": layers,
-        }
+        with self._lock:
+            layers = [
+                {name: value.copy() if _is_array(value) else value for name, value in _layer_to_dict(layer).items()}
+                for layer in self.layers
+            ]
+            return {
+                "batch_size": self.batch_size,
+                "max_tokens": self.max_tokens,
+                "tokens": self.tokens,
+                "layers": layers,
+            }
 
     @classmethod
     def from_dict(cls, fields):
@@ -161,8 +192,9 @@ class SambaState:
         if missing:
             raise ValueError(f"state lacks {', '.join(missing)}")
         layers = []
-        for i, layer in enumerate(fields["layers"]):
-            if not isinstance(layer, dict) or layer.get("kind") not in _STATE_KINDS:
+        for i, layer in enumerate(_as_sequence(fields["layers"])):
+            kind = layer.get("kind") if isinstance(layer, dict) else None
+            if not isinstance(kind, str) or kind not in _STATE_KINDS:
                 raise ValueError(f"layers[{i}] must be a dict whose kind is one of {tuple(_STATE_KINDS)}")
             copied = {name: np.array(value) if _is_array(value) else value for name, value in layer.items()}
             try:
@@ -170,6 +202,16 @@ class SambaState:
             except KeyError as error:
                 raise ValueError(f"layers[{i}] lacks {error.args[0]}") from None
         return cls(fields["batch_size"], fields["max_tokens"], layers, fields["tokens"])
+
+
+def _as_layers(value):
+    return list(_as_sequence(value))
+
+
+def _as_sequence(value):
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"layers must be a list of block states, got {describe(value)}")
+    return value
 
 
 def _is_array(value):
@@ -287,12 +329,17 @@ class SambaModel:
             Bad ids, lengths or state. After any refusal the state is as it was.
         """
         ids, lengths = self._check_inputs(inputs, lengths)
+        last_only = as_flag(last_only, "last_only")
         if state is None:
             self._check_positions(ids.shape[1] if lengths is None else int(lengths.max()))
-        else:
-            if lengths is not None:
-                raise ValueError("lengths must be None with a state: ragged batches are stateless")
+            return self._forward(ids, None, lengths, last_only)
+        if lengths is not None:
+            raise ValueError("lengths must be None with a state: ragged batches are stateless")
+        with _exclusive(state):
             self._check_state(state, ids)
+            return self._forward(ids, state, None, last_only)
+
+    def _forward(self, ids, state, lengths, last_only):
         with self._context() as ctx:
             if lengths is not None:
                 return self._forward_ragged(ctx, ids, lengths, last_only)
@@ -349,7 +396,13 @@ class SambaModel:
         if state is None:
             raise ValueError("state must be a SambaState, got None; allocate_state makes one")
         ids = self._step_ids(inputs)
-        self._check_state(state, ids)
+        with _exclusive(state):
+            self._check_state_shape(state, *ids.shape)
+            return self._step(ids, state)
+
+    def _step(self, ids, state):
+        """`step` on ids (B, 1) and a state whose counts are checked."""
+        self._check_layer_states(state, 1)
         with self._context() as ctx:
             x, advances = self._run_blocks(ctx, ids, state)
             logits = np.empty((len(ids), self.config.vocab), np.float32)
@@ -437,12 +490,17 @@ class SambaModel:
 
     def _check_state(self, state, ids):
         self._check_state_shape(state, *ids.shape)
+        self._check_layer_states(state, ids.shape[1])
+
+    def _check_layer_states(self, state, length):
         for i in range(len(self._blocks)):
-            self._check_layer_state(i, state, ids.shape[1])
+            self._check_layer_state(i, state, length)
 
     def _check_state_shape(self, state, batch, length):
-        if not isinstance(state, SambaState):
-            raise TypeError(f"state must be a SambaState, got {describe(state)}")
+        try:
+            state._check()
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"state: {error}") from None
         if state.batch_size != batch:
             raise ValueError(f"state must have batch_size {batch} like the inputs, got {state.batch_size}")
         if len(state.layers) != len(self._blocks):
@@ -460,7 +518,7 @@ class SambaModel:
         """Shapes, room and finiteness of one layer's state."""
         try:
             self._blocks[i]._check_state(state.layers[i], state.batch_size, length)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise type(error)(f"state.layers[{i}]: {error}") from None
 
     def _check_finite(self, ctx, x, layer):
@@ -588,6 +646,13 @@ class SambaModel:
             for advance in advances:
                 advance()
             state.tokens += length
+
+
+def _exclusive(state):
+    """The lock of a state: what two threads do to it at once would be neither's."""
+    if not isinstance(state, SambaState):
+        raise TypeError(f"state must be a SambaState, got {describe(state)}")
+    return state._lock
 
 
 def _tokens(x):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mojolearn import checkpoint, lowbit
-from mojolearn._arrays import as_float32, as_ids, as_index, as_real, describe
+from mojolearn._arrays import as_float32, as_ids, as_index, describe
 from mojolearn._context import Context, Workspace
 from mojolearn._core import layers as kernels
 from mojolearn._core import linalg
@@ -24,6 +24,8 @@ from mojolearn.inference import check_names
 from mojolearn.interop import load_safetensors
 from mojolearn.model import IGNORE_INDEX, SambaModel
 from mojolearn.training import AdamW, ConstantLR, Generator, WarmupCosineLR, WarmupLinearLR
+from mojolearn.training.losses import as_max_norm
+from mojolearn.training.optimizers import as_betas, as_float32_real
 
 __all__ = ["SambaStack"]
 
@@ -149,8 +151,8 @@ class SambaStack(SambaModel):
                 f"lr_schedule must be a ConstantLR, WarmupLinearLR, WarmupCosineLR or None, got {describe(lr_schedule)}"
             )
         if max_norm is not None:
-            max_norm = as_real(max_norm, "max_norm", 0.0, low_open=True)
-        accumulation_steps = as_index(accumulation_steps, "accumulation_steps", 1)
+            max_norm = as_max_norm(max_norm)
+        accumulation_steps = as_index(accumulation_steps, "accumulation_steps", 1, _MAX_ITEMS)
         mode = mode_index(numeric_mode)
         n_shards = as_index(n_shards, "n_shards", 1)
         if n_shards > 1 and mode != MODE_NAMES.index("deterministic"):
@@ -889,16 +891,18 @@ def _check_optimizer(optimizer):
     _check_equal(fields["kind"], "adamw", "optimizer.kind")
     max_norm = fields.get("max_norm")
     if max_norm is not None:
-        max_norm = as_real(max_norm, "state.optimizer.max_norm", 0.0, low_open=True)
+        max_norm = as_max_norm(max_norm, "state.optimizer.max_norm")
+    betas = [fields[name] for name in ("beta1", "beta2")]
     return {
-        "lr": as_real(fields["lr"], "state.optimizer.lr"),
-        "betas": tuple(
-            as_real(fields[name], f"state.optimizer.{name}", 0.0, 1.0, high_open=True) for name in ("beta1", "beta2")
-        ),
-        "eps": as_real(fields["eps"], "state.optimizer.eps", 0.0),
-        "weight_decay": as_real(fields["weight_decay"], "state.optimizer.weight_decay"),
+        # By the optimizer's own rules: its setters must not refuse what has been found good here.
+        "lr": as_float32_real(fields["lr"], "state.optimizer.lr"),
+        "betas": as_betas(betas, ("state.optimizer.beta1", "state.optimizer.beta2")),
+        "eps": as_float32_real(fields["eps"], "state.optimizer.eps", 0.0),
+        "weight_decay": as_float32_real(fields["weight_decay"], "state.optimizer.weight_decay"),
         "max_norm": max_norm,
-        "accumulation_steps": as_index(fields.get("accumulation_steps", 1), "state.optimizer.accumulation_steps", 1),
+        "accumulation_steps": as_index(
+            fields.get("accumulation_steps", 1), "state.optimizer.accumulation_steps", 1, _MAX_ITEMS
+        ),
     }
 
 

@@ -499,6 +499,8 @@ cdef class Session:
     cdef list identities            # per layer: the array objects that the pointers belong to
     cdef list expected              # per Mamba-3 layer: buffered tokens after the last step, or None; else None
     cdef list witnesses             # per Mamba-3 layer: angles and first state rows after the last step
+    cdef object layers              # the list of layer states that was bound last
+    cdef Py_ssize_t span            # slots that the scratch memory is enough for
     cdef list keep
     cdef const float[:, ::1] cosines
     cdef const float[:, ::1] sines
@@ -547,6 +549,7 @@ cdef class Session:
                 own.mamba.new = self.buffer(rows * heads * NEW_FLOATS)
                 own.projection = self.buffer(rows * layer.in_proj.outputs)
                 self.witnesses[i] = np.empty(rows * heads * (ANGLES + STATE), np.float32)
+        self.span = span
         self.x = np.empty((rows, job.width), np.float32)
         job.x = writable(self.x, self.keep)
         job.queries = self.buffer(rows * max(job.heads * job.head_dim, 1))
@@ -581,6 +584,17 @@ cdef class Session:
             if known[k] is not arrays[k]:
                 return False
         return True
+
+    cdef bint is_sound(self, Py_ssize_t i, layer_state) except -1:
+        """Whether the counts of a bound layer are integers that its arrays have room for; users may have set them."""
+        cdef LayerState* own = self.states + i
+        if self.decoder.layers[i].attention:
+            cached, most = layer_state.cached_tokens, layer_state.max_tokens
+            if type(cached) is not int or type(most) is not int:
+                return False
+            return 0 <= cached <= most and (own.windowed or most == own.slots)
+        buffered = layer_state.buffered_tokens
+        return type(buffered) is int and 0 <= buffered <= CHUNK and type(layer_state.pending) is bool
 
     cdef int bind(self, Py_ssize_t i, layer_state) except -1:
         cdef LayerState* own = self.states + i
@@ -629,21 +643,31 @@ cdef class Session:
         self.expected[i] = carry.buffered
         return 0
 
+    def suits(self, Decoder decoder, state, int threads):
+        """Whether the session was made for this model, number of threads and number of rows."""
+        return self.decoder is decoder and self.threads == threads and self.job.rows == state.batch_size
+
     def prepare(self, state, check):
-        """Bind to the state's arrays; ``check(i)`` is called first for each layer whose arrays are new here.
+        """Bind to the state's arrays; ``check(i)`` is called first for each layer whose arrays or counts are new here.
 
         Returns
         -------
         bool
             False when a step of this state has to take the general path: pending input states, layers at different
-            positions, or no room.
+            positions, no room, or a longer cache than the session was made for.
         """
         cdef Py_ssize_t i
         position = None
+        if state.layers is not self.layers:
+            self.layers = state.layers
+            self.identities = [None] * self.decoder.layer_count
         for i in range(self.decoder.layer_count):
             layer_state = state.layers[i]
-            if not self.is_bound(i, layer_state):
+            if not self.is_bound(i, layer_state) or not self.is_sound(i, layer_state):
                 check(i)
+                if self.decoder.layers[i].attention and layer_state.k_cache.shape[2] > self.span:
+                    state._session = None
+                    return False
                 self.bind(i, layer_state)
             if self.decoder.layers[i].attention:
                 if position is None:

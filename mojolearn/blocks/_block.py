@@ -12,6 +12,9 @@ from mojolearn._interrupt import deferred_interrupts
 from mojolearn._numerics import get_num_threads, mode_index, mode_name
 from mojolearn.errors import NonFiniteError
 
+# Rows of a state: more would overflow the sizes of its arrays before it filled any memory.
+MAX_BATCH = 2**31 - 1
+
 
 def block_weights(weights, shapes):
     """Independent copies of a block's weights, with names and shapes checked.
@@ -36,7 +39,8 @@ def block_weights(weights, shapes):
     extra = [str(name) for name in weights if name not in shapes]
     if missing or extra:
         raise ValueError(
-            f"weights must have exactly the names of the block; missing: {missing or 'none'}, unknown: {extra or 'none'}"
+            "weights must have exactly the names of the block; "
+            f"missing: {missing or 'none'}, unknown: {extra or 'none'}"
         )
     views = {}
     for name, shape in shapes.items():

@@ -4,10 +4,10 @@ import copy
 
 import numpy as np
 
-from mojolearn._arrays import as_float32, as_index, describe
+from mojolearn._arrays import as_flag, as_float32, as_index, describe
 from mojolearn._core import layers, linalg, mamba3
 from mojolearn._numerics import get_num_threads
-from mojolearn.blocks._block import Block, block_weights
+from mojolearn.blocks._block import MAX_BATCH, Block, block_weights
 from mojolearn.errors import NonFiniteError
 
 __all__ = ["Mamba3Block", "Mamba3State"]
@@ -98,10 +98,8 @@ class Mamba3State:
         self.buffer_adt = buffer_adt
         self.pending_k = pending_k
         self.pending_v = pending_v
-        self.buffered_tokens = as_index(buffered_tokens, "buffered_tokens", 0, _CHUNK)
-        if not isinstance(pending, (bool, np.bool_)):
-            raise TypeError(f"pending must be a bool, got {describe(pending)}")
-        self.pending = bool(pending)
+        self.buffered_tokens = buffered_tokens
+        self.pending = pending
         if not isinstance(theta, np.ndarray) or theta.ndim != 3:
             raise ValueError(f"theta must be a float32 array of shape (B, H, {_ANGLES}), got {describe(theta)}")
         self._check(*theta.shape[:2])
@@ -142,6 +140,8 @@ class Mamba3State:
         self.pending = True
 
     def _check(self, batch, heads):
+        self.buffered_tokens = as_index(self.buffered_tokens, "buffered_tokens", 0, _CHUNK)
+        self.pending = as_flag(self.pending, "pending")
         for name, shape in _state_shapes(batch, heads).items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != shape:
@@ -257,15 +257,13 @@ class Mamba3Block(Block):
         -------
         Mamba3State
         """
-        shapes = _state_shapes(as_index(batch_size, "batch_size", 1), self._heads)
+        shapes = _state_shapes(as_index(batch_size, "batch_size", 1, MAX_BATCH), self._heads)
         return Mamba3State(**{name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
 
     def _check_state(self, state, batch, tokens):
         if not isinstance(state, Mamba3State):
             raise ValueError(f"state must be a Mamba3State, got {describe(state)}")
         state._check(batch, self._heads)
-        if not 0 <= state.buffered_tokens <= _CHUNK:
-            raise ValueError(f"buffered_tokens must be in [0, {_CHUNK}], got {state.buffered_tokens}")
         if state.pending and state.buffered_tokens:
             raise ValueError(
                 f"input states need a state without buffered tokens, got buffered_tokens = {state.buffered_tokens}"

@@ -5,7 +5,7 @@ import numpy as np
 from mojolearn._arrays import as_float32, as_index, as_real, describe
 from mojolearn._core import attention, layers, linalg
 from mojolearn._numerics import default_environment
-from mojolearn.blocks._block import Block, block_weights
+from mojolearn.blocks._block import MAX_BATCH, Block, block_weights
 from mojolearn.errors import CapacityError, NonFiniteError
 
 __all__ = ["TransformerBlock", "TransformerState"]
@@ -47,14 +47,14 @@ class TransformerState:
     """
 
     def __init__(self, batch_size, n_kv_heads, head_dim, max_tokens, k_cache, v_cache, cached_tokens=0, window=0):
-        self.batch_size = as_index(batch_size, "batch_size", 1)
-        self.n_kv_heads = as_index(n_kv_heads, "n_kv_heads", 1)
-        self.head_dim = as_index(head_dim, "head_dim", 1)
-        self.max_tokens = as_index(max_tokens, "max_tokens", 1)
-        self.window = as_index(window, "window", 0)
+        self.batch_size = batch_size
+        self.n_kv_heads = n_kv_heads
+        self.head_dim = head_dim
+        self.max_tokens = max_tokens
+        self.window = window
         self.k_cache = k_cache
         self.v_cache = v_cache
-        self.cached_tokens = as_index(cached_tokens, "cached_tokens", 0, self.max_tokens)
+        self.cached_tokens = cached_tokens
         self._check()
 
     @property
@@ -82,6 +82,15 @@ class TransformerState:
         return cache[:, :, slots]
 
     def _check(self):
+        self._check_counts()
+        self._check_caches()
+
+    def _check_counts(self):
+        for name, low in (("batch_size", 1), ("n_kv_heads", 1), ("head_dim", 1), ("max_tokens", 1), ("window", 0)):
+            setattr(self, name, as_index(getattr(self, name), name, low))
+        self.cached_tokens = as_index(self.cached_tokens, "cached_tokens", 0, self.max_tokens)
+
+    def _check_caches(self):
         shape = (self.batch_size, self.n_kv_heads, self.capacity, self.head_dim)
         for name in ("k_cache", "v_cache"):
             cache = getattr(self, name)
@@ -89,8 +98,6 @@ class TransformerState:
                 raise ValueError(f"{name} must be a float32 array of shape {shape}, got {describe(cache)}")
             if not cache.flags.carray:
                 raise ValueError(f"{name} must be C-contiguous, aligned and writable")
-        if not 0 <= self.cached_tokens <= self.max_tokens:
-            raise ValueError(f"cached_tokens must be in [0, {self.max_tokens}], got {self.cached_tokens}")
 
     def _append(self, keys, values):
         """Commit new rows, both (B, L, KV, hd)."""
@@ -201,7 +208,7 @@ class TransformerBlock(Block):
             n_heads,
             n_kv_heads,
             head_dim,
-            as_index(window, "window", 0),
+            as_index(window, "window", 0, 2**31 - 1),
             as_real(rope_theta, "rope_theta", 1.0, 3e38),
             as_index(max_positions, "max_positions", 1, _LAST_POSITIONS),
             as_real(norm_eps, "norm_eps", 0.0, 3e38),
@@ -253,7 +260,7 @@ class TransformerBlock(Block):
         -------
         TransformerState
         """
-        batch_size = as_index(batch_size, "batch_size", 1)
+        batch_size = as_index(batch_size, "batch_size", 1, MAX_BATCH)
         max_tokens = as_index(max_tokens, "max_tokens", 1)
         self._check_positions(max_tokens, "max_tokens")
         shape = (batch_size, self.n_kv_heads, self.window or max_tokens, self.head_dim)
@@ -274,12 +281,13 @@ class TransformerBlock(Block):
     def _check_state(self, state, batch, tokens):
         if not isinstance(state, TransformerState):
             raise ValueError(f"state must be a TransformerState, got {describe(state)}")
+        state._check_counts()
         if state.batch_size != batch:
             raise ValueError(f"state must have batch_size {batch}, got {state.batch_size}")
         for name in ("n_kv_heads", "head_dim", "window"):
             if getattr(state, name) != getattr(self, name):
                 raise ValueError(f"state must have {name} {getattr(self, name)}, got {getattr(state, name)}")
-        state._check()
+        state._check_caches()
         self._check_positions(state.max_tokens, "max_tokens of the state")
         if state.cached_tokens + tokens > state.max_tokens:
             raise CapacityError(

@@ -1,6 +1,7 @@
 """`Generator`: random draws that depend on a seed, a stream number and a position, and on nothing else."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,6 +15,10 @@ __all__ = ["Generator"]
 _MAX_SEED = 2**64 - 1
 _MAX_STREAMS = 2**32
 _MAX_POSITION = 2**62  # positions of the normal draws are pairs of words, counted in 64 bits
+
+_MAX_FAN = 2**64 - 1
+_MAX_RANK = 32
+_MAX_SIZE = 2**60  # elements of an array, far above any memory
 
 _KEY_ENTRIES = ("seed", "stream", "p", "scale", "offset")
 
@@ -160,7 +165,7 @@ class Generator:
         -------
         ndarray of float32
         """
-        fan_in = as_index(fan_in, "fan_in", 1)
+        fan_in = as_index(fan_in, "fan_in", 1, _MAX_FAN)
         a = math.sqrt(5.0) if a is None else as_real(a, "a", -1e150, 1e150)
         bound = math.sqrt(2.0 / (1.0 + a * a)) * math.sqrt(3.0 / fan_in)
         return self.uniform(shape, -bound, bound)
@@ -181,7 +186,7 @@ class Generator:
         -------
         ndarray of float32
         """
-        fan_in = as_index(fan_in, "fan_in", 1)
+        fan_in = as_index(fan_in, "fan_in", 1, _MAX_FAN)
         gain = math.sqrt(2.0) if gain is None else as_real(gain, "gain", 0.0)
         return self.normal(shape, 0.0, gain / math.sqrt(fan_in))
 
@@ -201,7 +206,7 @@ class Generator:
         -------
         ndarray of float32
         """
-        fans = as_index(fan_in, "fan_in", 1) + as_index(fan_out, "fan_out", 1)
+        fans = as_index(fan_in, "fan_in", 1, _MAX_FAN) + as_index(fan_out, "fan_out", 1, _MAX_FAN)
         bound = as_real(gain, "gain", 0.0) * math.sqrt(6.0 / fans)
         return self.uniform(shape, -bound, bound)
 
@@ -221,7 +226,7 @@ class Generator:
         -------
         ndarray of float32
         """
-        fans = as_index(fan_in, "fan_in", 1) + as_index(fan_out, "fan_out", 1)
+        fans = as_index(fan_in, "fan_in", 1, _MAX_FAN) + as_index(fan_out, "fan_out", 1, _MAX_FAN)
         return self.normal(shape, 0.0, as_real(gain, "gain", 0.0) * math.sqrt(2.0 / fans))
 
     @default_environment
@@ -309,11 +314,18 @@ class Generator:
 
 
 def _as_shape(shape):
-    if hasattr(shape, "__index__"):
-        return (as_index(shape, "shape", 1),)
-    if isinstance(shape, (str, bytes, dict, set)) or not hasattr(shape, "__iter__"):
+    if hasattr(shape, "__index__") and not (isinstance(shape, np.ndarray) and shape.ndim):
+        return (as_index(shape, "shape", 1, _MAX_SIZE),)
+    if not isinstance(shape, (Sequence, np.ndarray)) or isinstance(shape, (str, bytes, bytearray, memoryview)):
         raise TypeError(f"shape must be an integer or a sequence of integers, got {describe(shape)}")
-    return tuple(as_index(extent, f"shape[{i}]", 1) for i, extent in enumerate(shape))
+    if isinstance(shape, np.ndarray) and shape.ndim != 1:
+        raise TypeError(f"shape must be an integer or a sequence of integers, got {describe(shape)}")
+    shape = tuple(as_index(extent, f"shape[{i}]", 1, _MAX_SIZE) for i, extent in enumerate(shape))
+    if len(shape) > _MAX_RANK or math.prod(shape) > _MAX_SIZE:
+        raise ValueError(
+            f"shape must have at most {_MAX_RANK} extents and 2**60 elements in all, got {describe(shape)}"
+        )
+    return shape
 
 
 def _as_float32(value, name):

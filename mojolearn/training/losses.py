@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mojolearn._arrays import as_float32, as_ids, as_index, as_real, describe
+from mojolearn._arrays import as_flag, as_float32, as_ids, as_index, as_real, describe
 from mojolearn._core import layers
 from mojolearn._numerics import default_environment, get_num_threads
 from mojolearn.errors import NonFiniteError
@@ -70,9 +70,7 @@ def cross_entropy(
         raise TypeError(f"reduction must be one of {_REDUCTIONS}, got {describe(reduction)}")
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
-    if return_grad not in (True, False):
-        raise TypeError(f"return_grad must be a bool, got {describe(return_grad)}")
-    if reduction == "none" and return_grad:
+    if as_flag(return_grad, "return_grad") and reduction == "none":
         raise NotImplementedError("return_grad needs a reduction, 'mean' or 'sum'")
     logits = as_float32(logits, "logits", ndim=2)
     rows, vocab = logits.shape
@@ -112,13 +110,13 @@ def _divisor(targets, ignore_index, reduction, num_items):
     return 1.0
 
 
-def as_max_norm(value):
+def as_max_norm(value, name="max_norm"):
     """`max_norm` as a float that is positive and finite as float32 too."""
-    number = as_real(value, "max_norm", 0.0, low_open=True)
+    number = as_real(value, name, 0.0, low_open=True)
     with np.errstate(over="ignore", under="ignore"):
         rounded = np.float32(number)
     if not 0 < rounded < np.inf:
-        raise ValueError(f"max_norm must be positive and within the range of float32, got {number}")
+        raise ValueError(f"{name} must be positive and within the range of float32, got {number}")
     return number
 
 
@@ -168,9 +166,7 @@ def clip_grad_norm_(grads, max_norm, norm_type=2.0, error_if_nonfinite=True):
     """
     if as_real(norm_type, "norm_type") != 2.0:
         raise NotImplementedError(f"norm_type must be 2, got {norm_type}")
-    if not isinstance(error_if_nonfinite, (bool, np.bool_)):
-        raise TypeError(f"error_if_nonfinite must be a bool, got {describe(error_if_nonfinite)}")
-    if not error_if_nonfinite:
+    if not as_flag(error_if_nonfinite, "error_if_nonfinite"):
         raise NotImplementedError("error_if_nonfinite must be True: gradients that are not finite are refused")
     max_norm = as_max_norm(max_norm)
     arrays = as_writable_list(grads, "grads")

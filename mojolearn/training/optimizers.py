@@ -6,7 +6,7 @@ before the single pass that updates all of them.
 
 import numpy as np
 
-from mojolearn._arrays import as_float32, as_index, as_real, describe
+from mojolearn._arrays import as_flag, as_float32, as_index, as_real, describe
 from mojolearn._context import Workspace
 from mojolearn._core import layers
 from mojolearn._interrupt import deferred_interrupts
@@ -17,18 +17,12 @@ from mojolearn.training.accumulation import accumulate_grads, accumulation_is_al
 from mojolearn.training.losses import as_max_norm, measure_clip
 from mojolearn.training.schedules import ConstantLR, WarmupCosineLR, WarmupLinearLR
 
-__all__ = ["SGD", "Adam", "AdamW"]
+__all__ = ["SGD", "Adam", "AdamW", "as_betas", "as_float32_real"]
 
 _MAX_STEP = 2**63 - 1
 
 
-def _as_bool(value, name):
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be a bool, got {describe(value)}")
-    return bool(value)
-
-
-def _as_float32_real(value, name, low=None):
+def as_float32_real(value, name, low=None):
     """A hyperparameter, kept as given, that is finite as float32 too."""
     number = as_real(value, name, low)
     with np.errstate(over="ignore"):
@@ -38,15 +32,16 @@ def _as_float32_real(value, name, low=None):
     return number
 
 
-def _as_betas(value):
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
+def as_betas(value, names=("betas[0]", "betas[1]")):
+    """A pair of decays in [0, 1), as float32 too."""
+    if not isinstance(value, (tuple, list, np.ndarray)) or (isinstance(value, np.ndarray) and value.ndim != 1):
         raise TypeError(f"betas must be a pair of numbers, got {describe(value)}")
     if len(value) != 2:
         raise ValueError(f"betas must be a pair of numbers, got {len(value)} of them")
-    betas = tuple(as_real(beta, f"betas[{i}]", 0.0, 1.0, high_open=True) for i, beta in enumerate(value))
-    for i, beta in enumerate(betas):
+    betas = tuple(as_real(beta, name, 0.0, 1.0, high_open=True) for beta, name in zip(value, names))
+    for beta, name in zip(betas, names):
         if np.float32(beta) >= 1:
-            raise ValueError(f"betas[{i}] must be less than 1 as float32, got {beta}")
+            raise ValueError(f"{name} must be less than 1 as float32, got {beta}")
     return betas
 
 
@@ -61,7 +56,7 @@ class _Optimizer:
         self.accumulation_steps = as_index(accumulation_steps, "accumulation_steps", 1)
         if not is_power_of_two(self.accumulation_steps):
             raise ValueError(f"accumulation_steps must be a power of two, got {self.accumulation_steps}")
-        self.maximize = _as_bool(maximize, "maximize")
+        self.maximize = as_flag(maximize, "maximize")
         self.numeric_mode = MODE_NAMES[mode_index(numeric_mode)]
         self._single = not isinstance(params, (list, tuple))
         self.params = arrays
@@ -81,7 +76,7 @@ class _Optimizer:
 
     @lr.setter
     def lr(self, value):
-        self._lr = _as_float32_real(value, "lr")
+        self._lr = as_float32_real(value, "lr")
 
     @property
     def weight_decay(self):
@@ -90,7 +85,7 @@ class _Optimizer:
 
     @weight_decay.setter
     def weight_decay(self, value):
-        self._weight_decay = _as_float32_real(value, "weight_decay")
+        self._weight_decay = as_float32_real(value, "weight_decay")
 
     @property
     def lr_schedule(self):
@@ -320,9 +315,9 @@ class SGD(_Optimizer):
         *,
         numeric_mode=None,
     ):
-        self.momentum = _as_float32_real(momentum, "momentum", 0.0)
-        self.dampening = _as_float32_real(dampening, "dampening")
-        self.nesterov = _as_bool(nesterov, "nesterov")
+        self.momentum = as_float32_real(momentum, "momentum", 0.0)
+        self.dampening = as_float32_real(dampening, "dampening")
+        self.nesterov = as_flag(nesterov, "nesterov")
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ValueError(
                 "nesterov needs momentum above 0 and dampening 0, "
@@ -428,7 +423,7 @@ class Adam(_Optimizer):
 
     @betas.setter
     def betas(self, value):
-        self._betas = _as_betas(value)
+        self._betas = as_betas(value)
 
     @property
     def eps(self):
@@ -437,7 +432,7 @@ class Adam(_Optimizer):
 
     @eps.setter
     def eps(self, value):
-        self._eps = _as_float32_real(value, "eps", 0.0)
+        self._eps = as_float32_real(value, "eps", 0.0)
 
     def _update(self, grads, t, lr, coefficient, threads):
         layers.adam_step(

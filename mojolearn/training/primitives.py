@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 _MAX_IDS = 2**31
+_MAX_EPS = float(np.finfo(np.float32).max)
 
 
 def _finite(value, name, ndim=None):
@@ -115,7 +116,7 @@ def rms_norm_forward(x, weight, eps):
     """
     weight = _finite(weight, "weight", ndim=1)
     x, rows = _rows(x, "x", weight.size, "weight")
-    eps = as_real(eps, "eps", 0.0)
+    eps = as_real(eps, "eps", 0.0, _MAX_EPS)
     y = np.empty_like(rows)
     layers.rms_norm_forward(rows, weight, eps, y, None, False, get_num_threads())
     return y.reshape(x.shape)
@@ -141,7 +142,7 @@ def rms_norm_backward(dy, x, weight, eps):
     dy, dy_rows = _rows(dy, "dy", weight.size, "weight")
     if dy.shape != x.shape:
         raise ValueError(f"dy must have the shape of x, {x.shape}, got {dy.shape}")
-    eps = as_real(eps, "eps", 0.0)
+    eps = as_real(eps, "eps", 0.0, _MAX_EPS)
     threads = get_num_threads()
     dx, terms, dweight = np.empty_like(rows), np.empty_like(rows), np.empty_like(weight)
     layers.rms_norm_backward(dy_rows, rows, weight, None, eps, None, dx, terms, threads)
