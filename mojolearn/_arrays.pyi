@@ -5,7 +5,17 @@ from numpy.typing import NDArray
 
 from mojolearn._typing import FloatArray
 
-__all__ = ["as_float32", "as_ids", "as_index", "as_lengths", "as_ragged_ids", "as_real", "describe"]
+__all__ = [
+    "as_choice",
+    "as_flag",
+    "as_float32",
+    "as_ids",
+    "as_index",
+    "as_lengths",
+    "as_ragged_ids",
+    "as_real",
+    "describe",
+]
 
 def describe(value: object) -> str: ...
 def as_index(value: object, name: str, low: int | None = None, high: int | None = None) -> int: ...
@@ -17,6 +27,8 @@ def as_real(
     low_open: bool = False,
     high_open: bool = False,
 ) -> float: ...
+def as_flag(value: object, name: str) -> bool: ...
+def as_choice(value: object, name: str, choices: Sequence[str]) -> str: ...
 def as_float32(
     value: object,
     name: str,

@@ -3,6 +3,8 @@ from typing import Any
 
 from mojolearn._typing import FloatArray, NumericMode, WeightFormat
 
+MAX_BATCH: int
+
 class Block:
     weight_format: WeightFormat
     @property

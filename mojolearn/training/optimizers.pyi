@@ -7,7 +7,10 @@ from numpy.typing import NDArray
 from mojolearn._typing import Arrays, FloatArray, NumericMode
 from mojolearn.training.schedules import LRSchedule
 
-__all__ = ["SGD", "Adam", "AdamW"]
+__all__ = ["SGD", "Adam", "AdamW", "as_betas", "as_float32_real"]
+
+def as_float32_real(value: object, name: str, low: float | None = None) -> float: ...
+def as_betas(value: object, names: tuple[str, str] = ("betas[0]", "betas[1]")) -> tuple[float, float]: ...
 
 class _Optimizer:
     lr: float
