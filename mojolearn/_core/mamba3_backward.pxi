@@ -382,8 +382,8 @@ cdef void intra_chunk_products(Py_ssize_t real, ChunkScratch* s, float* dadt) no
     product_tn_lower(s.dy_turned, s.v_turned, 0, real, HEAD, s.pairs)
     mask_scores(s.pairs, s.decay, 0, real, s.pairs)
     transpose(s.pairs, CHUNK, CHUNK, CHUNK, s.pairs_turned, CHUNK)
-    product_nn(s.ks, s.pairs_turned, STATE, real, s.dq)
-    product_nn(s.qrot, s.pairs, STATE, real, s.dk)
+    product_nn_upper(s.ks, s.pairs_turned, STATE, real, s.dq)
+    product_nn_below(s.qrot, s.pairs, STATE, real, s.dk)
     n = 0
     while n < real * CHUNK:
         vstore(s.pairs + n, vselect(veq(vload(s.pairs + n), vzero()), vzero(),

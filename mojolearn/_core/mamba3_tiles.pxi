@@ -91,6 +91,28 @@ cdef void product_nn(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k,
         j += MIX_COLUMNS
 
 
+cdef void product_nn_upper(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k, float* out) noexcept nogil:
+    """As product_nn for a ``b`` (64, 64) that is zero on and below its diagonal."""
+    cdef Py_ssize_t i, j = 0
+    while j < CHUNK:
+        i = 0
+        while i < m:
+            tile(a + i * CHUNK, CHUNK, 1, b + j, min(k, j + <Py_ssize_t> MIX_COLUMNS), out + i * CHUNK + j)
+            i += MIX_ROWS
+        j += MIX_COLUMNS
+
+
+cdef void product_nn_below(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k, float* out) noexcept nogil:
+    """As product_nn for a ``b`` (64, 64) that is zero on and above its diagonal."""
+    cdef Py_ssize_t i, j = 0
+    while j < CHUNK:
+        i = 0
+        while i < m:
+            tile(a + i * CHUNK + j, CHUNK, 1, b + j * CHUNK + j, max(k - j, 0), out + i * CHUNK + j)
+            i += MIX_ROWS
+        j += MIX_COLUMNS
+
+
 cdef void product_tn(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last, Py_ssize_t k,
                      float* out) noexcept nogil:
     """Rows first..last of out (64, 64) = a (k, 64) transposed times b (k, 64), in whole tiles."""
