@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mojolearn.distributed import Comm, MPIComm, agree, launched_ranks
 
@@ -67,9 +68,11 @@ def in_turn(comm: Comm | None, build: Callable[[], Result]) -> Result:
     return built[0]
 
 
-def same_on_all(comm: Comm | None, value: Any) -> Any:
-    """Rank 0's value, on all ranks."""
-    return value if comm is None else comm.broadcast(value)
+def processes(comm: Comm | None) -> list[str]:
+    """Machine and process of each rank, on rank 0: some launchers name a process that has died, and not its rank."""
+    if comm is None:
+        return []
+    return comm.gather(f"{socket.gethostname()}:{os.getpid()}") or []
 
 
 def end_job(error: BaseException) -> None:

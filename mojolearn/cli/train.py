@@ -80,9 +80,10 @@ def run(args: argparse.Namespace) -> int:
         return _resumed(folder, given, comm) if args.resume else _fresh(folder, given, args.dry_run, comm)
 
     trainer = ranks.in_turn(comm, build)
+    processes = ranks.processes(comm)
     plan = {}
     if ranks.speaks():
-        plan = trainer.plan()
+        plan = trainer.plan(processes)
         note(trainer.plan_text(plan))
     if args.dry_run:
         emit(args, plan, "nothing was trained (--dry-run)")

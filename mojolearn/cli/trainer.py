@@ -51,8 +51,14 @@ class Trainer:
 
     # -- before --------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> dict[str, Any]:
-        """Size, memory need and time estimate; gradients are computed for the latter, and thrown away."""
+    def plan(self, processes: list[str]) -> dict[str, Any]:
+        """Size, memory need and time estimate; gradients are computed for the latter, and thrown away.
+
+        Parameters
+        ----------
+        processes : list of str
+            Where the ranks are.
+        """
         config, settings = self.stack.config, self.settings
         ranks = 1 if self.comm is None else self.comm.size
         seconds = self._gradient_seconds() * settings.accumulation_steps / ranks
@@ -73,6 +79,7 @@ class Trainer:
                 self.stack.n_shards,
             ),
             "ranks": ranks,
+            "processes": processes,
             "checkpoint_bytes": 3 * 4 * config.num_parameters,
             "steps_left": left,
             "step_seconds": seconds,
@@ -98,9 +105,13 @@ class Trainer:
         import mojolearn
 
         config, settings = self.stack.config, self.settings
-        processes = f"{plan['ranks']} ranks of " if plan["ranks"] > 1 else ""
+        processes = places = ""
+        if plan["ranks"] > 1:
+            processes = f"{plan['ranks']} ranks of "
+            places = "ranks   " + ", ".join(f"{rank} {place}" for rank, place in enumerate(plan["processes"])) + "\n"
         kinds = ", ".join(f"{config.layers.count(kind)} {kind}" for kind in dict.fromkeys(config.layers))
         return (
+            f"{places}"
             f"model   {plan['parameters']:,} parameters: width {config.d_model}, {kinds}, {config.vocab:,} tokens\n"
             f"data    {plan['files']:,} files, {plan['train_tokens']:,} tokens to train on, "
             f"{plan['valid_tokens']:,} held out\n"

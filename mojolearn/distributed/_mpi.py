@@ -24,8 +24,9 @@ _LAUNCHERS = (
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
 )
-_ARRAY, _VALUE = 1, 2  # tags
+_ARRAY, _VALUE, _QUESTION, _ANSWER = 1, 2, 3, 4  # tags
 _TIMEOUT = 600.0
+_GRACE = 2.0  # seconds for a rank that waits to say so
 
 # A rank that waits looks a few times at once and then sleeps, up to this long, so that ranks may outnumber cores.
 _LOOKS = 50
@@ -106,7 +107,11 @@ class MPIComm(Comm):
 
     def _poll(self, is_done: Callable[[], bool], other: int) -> None:
         """Wait until `is_done`, which has to do with rank `other`."""
-        give_up = time.monotonic() + self.timeout
+        if not self._happens(is_done, other, self.timeout):
+            raise RankFailedError(f"rank {self._find_silent(other)} has not answered for {self.timeout:g} s")
+
+    def _happens(self, is_done: Callable[[], bool], other: int, seconds: float) -> bool:
+        give_up = time.monotonic() + seconds
         looks, sleep = 0, 2e-5
         while not is_done():
             looks += 1
@@ -114,8 +119,38 @@ class MPIComm(Comm):
                 continue
             time.sleep(sleep)
             sleep = min(2 * sleep, _LONGEST_SLEEP)
+            self._answer(other)
             if time.monotonic() > give_up:
-                raise RankFailedError(f"rank {other} has not answered rank {self.rank} for {self.timeout:g} s")
+                return False
+        return True
+
+    def _answer(self, other: int) -> None:
+        """Tell the ranks that ask that this one lives, and waits for `other`."""
+        status = self._mpi.Status()
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, _QUESTION, status):
+            asking = status.Get_source()
+            self._comm.Recv(np.empty(1, np.int32), asking, _QUESTION)
+            self._comm.Send(np.array([other], np.int32), asking, _ANSWER)
+
+    def _find_silent(self, suspect: int) -> int:
+        """The rank at fault, when `suspect` may only wait for another one itself."""
+        asked = {self.rank}
+        while suspect not in asked:
+            asked.add(suspect)
+            waits_for = self._ask(suspect)
+            if waits_for is None:
+                break
+            suspect = waits_for
+        return suspect
+
+    def _ask(self, other: int) -> int | None:
+        """The rank that `other` waits for; None when it does not answer."""
+        self._comm.Send(np.zeros(1, np.int32), other, _QUESTION)
+        if not self._happens(lambda: bool(self._comm.Iprobe(other, _ANSWER)), other, _GRACE):
+            return None
+        answer = np.empty(1, np.int32)
+        self._comm.Recv(answer, other, _ANSWER)
+        return int(answer[0])
 
     def abort(self, message: str) -> None:
         """End the job of all ranks with status 1; the message names this rank."""
