@@ -40,7 +40,7 @@ def agree(
     The errors raised have an attribute ``on_all_ranks``, so that one of them can speak for all.
     """
     reports = comm.gather((None if problem is None else (type(problem), str(problem)), value))
-    answer = None
+    answer: tuple[Any, Any] | None = None
     if reports is not None:
         failures = [(rank, *failure) for rank, (failure, _) in enumerate(reports) if failure is not None]
         if failures:
@@ -69,7 +69,7 @@ def _rebuilt(kind: type, text: str) -> BaseException:
 
 def on_root(comm: Comm, function: Callable[[], Any]) -> Any:
     """Call a function on rank 0; its result, or its error, is that of all ranks."""
-    answer = None
+    answer: tuple[Any, Any] | None = None
     if comm.rank == 0:
         try:
             answer = None, function()

@@ -395,6 +395,9 @@ def test_another_batch_on_one_rank_is_found():
         stack = new_stack(comm)
         with pytest.raises(RankMismatchError, match="the same batch, got another one on rank 1"):
             stack.train_step(*batch(comm.rank))
+        rows = 4 if comm.rank else 8
+        with pytest.raises(RankMismatchError, match="the same batch, got another one on rank 1"):
+            stack.train_step(*(part.reshape(rows, -1) for part in batch(0)))
 
     run_ranks(2, run)
 
