@@ -66,7 +66,7 @@ MOJO_INLINE void matvec_body(const int format, const int streams, const int rows
         for (; p + 1 < last && !(p & 1); p += 2) {
             UNROLLED(z, streams) {
                 const int32_t *at = (const int32_t *)(panels + z * panel_bytes) + (p / 2) * (PANEL / 2);
-                prefetch((const char *)at + PREFETCH_BYTES);
+                prefetch((const char *)at + 2 * PREFETCH_BYTES);
                 UNROLLED(q, PANEL_VECTORS / 2) {
                     const int h = q + PANEL_VECTORS / 2;
                     vi words = viload(at + q * W);
@@ -94,7 +94,7 @@ MOJO_INLINE void matvec_body(const int format, const int streams, const int rows
                 prefetch(panel + p * 128 + PREFETCH_BYTES);
                 prefetch(panel + p * 128 + PREFETCH_BYTES + 64);
             } else if (format == PANEL_BFLOAT16)
-                prefetch(panel + p * 64 + PREFETCH_BYTES);
+                prefetch(panel + p * 64 + 2 * PREFETCH_BYTES);
             panel_load(format, panel, scales + z * PANEL, p, w);
             UNROLLED(r, rows) UNROLLED(q, PANEL_VECTORS) acc[z][r][q] = vfma(vset(x[r][p]), w[q], acc[z][r][q]);
         }
@@ -150,33 +150,34 @@ typedef void (*MatvecKernel)(const char *, ptrdiff_t, const float *, ptrdiff_t, 
 #define MOJO_MATVEC_ENTRIES(streams, rows)                                                                    \
     {matvec_0_##streams##_##rows, matvec_1_##streams##_##rows, matvec_2_##streams##_##rows, matvec_3_##streams##_##rows}
 
-/* How many rows go at a time, and how many panels then fit the registers. */
+/* How many rows go at a time, and how many panels then fit the registers. Eight rows leave room for one panel only, and
+ * the memory is faster when it is read in two places; but int8 is widened once instead of twice. */
 #if MOJO_ISA == 3
-#define MATVEC_ROWS 8
 MOJO_MATVEC_FORMATS(1, 1) MOJO_MATVEC_FORMATS(4, 1) MOJO_MATVEC_FORMATS(1, 2) MOJO_MATVEC_FORMATS(4, 2)
-MOJO_MATVEC_FORMATS(1, 4) MOJO_MATVEC_FORMATS(2, 4) MOJO_MATVEC_FORMATS(1, 8)
+MOJO_MATVEC_FORMATS(1, 4) MOJO_MATVEC_FORMATS(2, 4) MOJO_MATVEC(2, 1, 8) MOJO_MATVEC(3, 1, 8)
 static const int matvec_streams[4] = {4, 4, 2, 1};
 static const MatvecKernel matvec_kernels[4][2][4] = {
     {MOJO_MATVEC_ENTRIES(1, 1), MOJO_MATVEC_ENTRIES(4, 1)},
     {MOJO_MATVEC_ENTRIES(1, 2), MOJO_MATVEC_ENTRIES(4, 2)},
     {MOJO_MATVEC_ENTRIES(1, 4), MOJO_MATVEC_ENTRIES(2, 4)},
-    {MOJO_MATVEC_ENTRIES(1, 8), MOJO_MATVEC_ENTRIES(1, 8)},
+    {{NULL, NULL, matvec_2_1_8, matvec_3_1_8}},
 };
+MOJO_INLINE int matvec_rows(int format) { return format < PANEL_INT8 ? 4 : 8; }
 #elif MOJO_ISA == 2
-#define MATVEC_ROWS 2
 MOJO_MATVEC_FORMATS(1, 1) MOJO_MATVEC_FORMATS(2, 1) MOJO_MATVEC_FORMATS(1, 2)
-static const int matvec_streams[4] = {2, 1};
+static const int matvec_streams[2] = {2, 1};
 static const MatvecKernel matvec_kernels[2][2][4] = {
     {MOJO_MATVEC_ENTRIES(1, 1), MOJO_MATVEC_ENTRIES(2, 1)},
     {MOJO_MATVEC_ENTRIES(1, 2), MOJO_MATVEC_ENTRIES(1, 2)},
 };
+MOJO_INLINE int matvec_rows(int format) { return 2; }
 #else
-#define MATVEC_ROWS 1
 MOJO_MATVEC_FORMATS(1, 1)
-static const int matvec_streams[4] = {1};
+static const int matvec_streams[1] = {1};
 static const MatvecKernel matvec_kernels[1][2][4] = {{MOJO_MATVEC_ENTRIES(1, 1), MOJO_MATVEC_ENTRIES(1, 1)}};
+MOJO_INLINE int matvec_rows(int format) { return 1; }
 #endif
-#define MATVEC_FLOATS (8 * PANEL) /* rows, in groups, x streams x PANEL, at most */
+#define MATVEC_FLOATS (16 * PANEL) /* rows, in groups, x streams x PANEL, at most */
 
 /* `several`: the panels that fit the registers with 2^log2_rows rows, matvec_streams[log2_rows]; otherwise one. */
 MOJO_INLINE void matvec_run(int format, int log2_rows, int several, const char *panels, ptrdiff_t panel_bytes,
@@ -229,7 +230,7 @@ MOJO_NOINLINE void panel_widen(int format, const char *panel, const float *scale
 }
 
 /* ---- packing -------------------------------------------------------------------------------------------------------- */
-typedef uint16_t mojo_halves __attribute__((vector_size(2 * W), aligned(2), may_alias));
+typedef uint16_t mojo_halves __attribute__((vector_size(2 * W), aligned(1), may_alias));
 typedef int8_t mojo_bytes __attribute__((vector_size(W), aligned(1), may_alias));
 MOJO_INLINE vi load_halves(const uint16_t *p) { return __builtin_convertvector(*(const mojo_halves *)p, vi); }
 /* (the compiler's conversion from bytes goes lane by lane) */

@@ -8,9 +8,9 @@ cdef extern from "panel.h" nogil:
         PANEL_BFLOAT16
         PANEL_INT8
         PANEL_INT8_PLAIN
-        MATVEC_ROWS
         MATVEC_FLOATS
     const int* matvec_streams
+    int matvec_rows(int format)
     void matvec_run(int format, int log2_rows, bint several, const char* panels, Py_ssize_t panel_bytes,
                     const float* scales, Py_ssize_t first, Py_ssize_t last, const float** x, float* out)
     void exact_matvec(int format, const char* panel, const float* scales, Py_ssize_t first, Py_ssize_t last,
@@ -86,12 +86,12 @@ cdef void panel_matvec(const PanelMatrix* w, const float* x, Py_ssize_t x_stride
     while row < rows:
         taken = min(rows - row, <Py_ssize_t> MOST_ROWS)
         log2_rows = 0
-        while (1 << log2_rows) < min(taken, <Py_ssize_t> MATVEC_ROWS):
+        while (1 << log2_rows) < min(taken, <Py_ssize_t> matvec_rows(w.format)):
             log2_rows += 1
         for r in range(MOST_ROWS):
             # rows that are missing repeat the first, and their results are left
             group[r] = x + (row + (r if r < taken else 0)) * x_stride
-        streams = matvec_streams[log2_rows] if taken <= MATVEC_ROWS else 1
+        streams = matvec_streams[log2_rows]
         panel = first
         while panel < last:
             if panel + streams <= last:
