@@ -7,6 +7,7 @@ argument, what came and what was wanted.
 
 import math
 import operator
+import os
 
 import numpy as np
 
@@ -19,6 +20,7 @@ __all__ = [
     "as_ids",
     "as_index",
     "as_lengths",
+    "as_path",
     "as_ragged_ids",
     "as_real",
     "describe",
@@ -114,6 +116,21 @@ def as_choice(value, name, choices):
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {tuple(choices)}, got {describe(value)}")
     return value
+
+
+def as_path(value, name="path"):
+    """`value` (str, bytes or path-like) as a str that names a file to the system."""
+    try:
+        path = os.fsdecode(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a str, bytes or path-like object, got {describe(value)}") from None
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be a path that the system can encode, got {describe(path)}") from None
+    if "\0" in path:
+        raise ValueError(f"{name} must hold no NUL character, got {describe(path)}")
+    return path
 
 
 def _check_range(number, name, low, high, low_open=False, high_open=False):

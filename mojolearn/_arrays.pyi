@@ -12,6 +12,7 @@ __all__ = [
     "as_ids",
     "as_index",
     "as_lengths",
+    "as_path",
     "as_ragged_ids",
     "as_real",
     "describe",
@@ -27,6 +28,7 @@ def as_real(
     low_open: bool = False,
     high_open: bool = False,
 ) -> float: ...
+def as_path(value: object, name: str = "path") -> str: ...
 def as_flag(value: object, name: str) -> bool: ...
 def as_choice(value: object, name: str, choices: Sequence[str]) -> str: ...
 def as_float32(

@@ -9,6 +9,7 @@ from mojolearn._core._pool import FloatEnvironment
 
 __all__ = [
     "DETERMINISTIC_PROFILES",
+    "MAX_THREADS",
     "MODE_NAMES",
     "default_environment",
     "get_num_threads",
@@ -28,7 +29,7 @@ MODE_NAMES = ("identical", "deterministic", "fast")
 # mode names its set, so that a library which no longer has the set can say so instead of drifting silently.
 DETERMINISTIC_PROFILES = ("mojolearn.deterministic.v1",)
 
-_MAX_THREADS = 256  # size of the kernels' thread table
+MAX_THREADS = 256  # size of the kernels' thread table
 
 _defaults = {"mode": None, "threads": None}
 
@@ -114,7 +115,7 @@ def set_num_threads(n):
     n : int
         At least 1. More than the machine has cores is allowed and changes no bit.
     """
-    _defaults["threads"] = as_index(n, "n", 1, _MAX_THREADS)
+    _defaults["threads"] = as_index(n, "n", 1, MAX_THREADS)
 
 
 def get_num_threads():
@@ -126,7 +127,7 @@ def get_num_threads():
                 number = int(wanted)
             except ValueError:
                 raise ValueError(f"MOJOLEARN_NUM_THREADS must be an integer, got {wanted!r}") from None
-            _defaults["threads"] = as_index(number, "MOJOLEARN_NUM_THREADS", 1, _MAX_THREADS)
+            _defaults["threads"] = as_index(number, "MOJOLEARN_NUM_THREADS", 1, MAX_THREADS)
         else:
             _defaults["threads"] = _usable_cpus()
     return _defaults["threads"]
@@ -141,7 +142,7 @@ def _usable_cpus():
     quota = _cgroup_quota()
     if quota is not None:
         count = min(count, max(1, int(quota)))
-    return max(1, min(count, _MAX_THREADS))
+    return max(1, min(count, MAX_THREADS))
 
 
 def _cgroup_quota():

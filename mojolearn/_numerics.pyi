@@ -5,6 +5,7 @@ from mojolearn._typing import NumericMode
 
 __all__ = [
     "DETERMINISTIC_PROFILES",
+    "MAX_THREADS",
     "MODE_NAMES",
     "default_environment",
     "get_num_threads",
@@ -18,6 +19,7 @@ __all__ = [
 ]
 
 DETERMINISTIC_PROFILES: tuple[str, ...]
+MAX_THREADS: int
 MODE_NAMES: tuple[str, ...]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

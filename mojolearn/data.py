@@ -334,8 +334,8 @@ class TokenDataset:
         start, stop : int
             ``0 <= start <= stop <= n_tokens``.
         """
-        if not 0 <= start <= stop <= self.n_tokens:
-            raise ValueError(f"start, stop must lie in order within 0 and {self.n_tokens}, got {start}, {stop}")
+        stop = as_index(stop, "stop", 0, self.n_tokens)
+        start = as_index(start, "start", 0, stop)
         out = np.empty(stop - start, dtype=np.int32)
         first, done = start + self._start, 0
         i = bisect_right(self._ends, first)
@@ -452,10 +452,10 @@ class TokenDataset:
         if missing:
             raise ValueError(f"state must be a dict made by state_dict, got one without {', '.join(missing)}")
         for name in ("schema", "split", "seed", "seq_len", "valid_fraction", "digest"):
-            if state[name] != own[name]:
+            if type(state[name]) is not type(own[name]) or state[name] != own[name]:
                 what = "the data differ: " if name == "digest" else ""
-                raise ValueError(f"state: {what}{name} must be {own[name]!r}, got {state[name]!r}")
-        epoch = as_index(state["epoch"], "state['epoch']", low=0)
+                raise ValueError(f"state: {what}{name} must be {own[name]!r}, got {describe(state[name])}")
+        epoch = as_index(state["epoch"], "state['epoch']", low=0, high=MASK64)
         window = as_index(state["window"], "state['window']", low=0, high=self.n_windows)
         self.epoch, self.window = epoch, window
 

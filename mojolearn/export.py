@@ -2,12 +2,13 @@
 
 import fnmatch
 import os
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
 from mojolearn import checkpoint, lowbit
-from mojolearn._arrays import as_float32, describe
+from mojolearn._arrays import as_choice, as_float32, as_path, describe
 from mojolearn._core import linalg
 from mojolearn.config import SambaConfig
 from mojolearn.errors import NonFiniteError
@@ -78,10 +79,12 @@ def export(source, out, *, format="int8", keep=(), progress=None):
     >>> lm.weight_format, report["relative_error"] < 0.02
     ('int8', True)
     """
-    if format not in lowbit.FORMATS:
-        raise ValueError(f"format must be one of {lowbit.FORMATS}, got {describe(format)}")
-    if isinstance(keep, (str, bytes)):
+    out = as_path(out, "out")
+    as_choice(format, "format", lowbit.FORMATS)
+    if isinstance(keep, (str, bytes)) or not isinstance(keep, (Sequence, Set)):
         raise TypeError(f"keep must be a sequence of names or patterns, got {describe(keep)}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be a function or None, got {describe(progress)}")
     keep = tuple(keep)
     with _opened(source) as model:
         registry = model.config.registry()
@@ -90,7 +93,7 @@ def export(source, out, *, format="int8", keep=(), progress=None):
             format = "float32"
         tensors = []
         converted = _convert(model, registry, format, packed, tensors, progress)
-        if os.fsdecode(out).lower().endswith(_SAFETENSORS):
+        if out.lower().endswith(_SAFETENSORS):
             digest = save_safetensors(out, model.config, converted, format, packed=packed, extra=model.extra)
         else:
             config = model.config.to_dict()
@@ -148,7 +151,7 @@ def _opened(source):
         return _ModelSource(source)
     if not isinstance(source, (str, bytes, os.PathLike)):
         raise TypeError(f"source must be a path, a SambaStack or a SambaInference, got {describe(source)}")
-    if os.fsdecode(source).lower().endswith(_SAFETENSORS):
+    if as_path(source, "source").lower().endswith(_SAFETENSORS):
         return SafetensorsReader(source)
     return _FileSource(source)
 
@@ -262,7 +265,7 @@ def _report(out, format, config, digest, tensors):
     squares = sum(errors.squares for *_, errors in tensors)
     square_errors = sum(errors.square_errors for *_, errors in tensors)
     return {
-        "out": os.fsdecode(out),
+        "out": out,
         "format": format,
         "file_size": os.stat(out).st_size,
         "sha256": digest,

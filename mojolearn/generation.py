@@ -17,6 +17,7 @@ import numpy as np
 from mojolearn._arrays import as_ids, as_index, as_real, describe
 from mojolearn._numerics import default_environment
 from mojolearn.errors import CapacityError, NonFiniteError
+from mojolearn.model import SambaState
 
 __all__ = ["generate"]
 
@@ -83,6 +84,10 @@ def generate(
     >>> len(bytes(mojolearn.generate(model, "def ", max_new_tokens=8, top_k=40, seed=1)))
     8
     """
+    if not all(hasattr(model, name) for name in ("config", "forward")):
+        raise TypeError(f"model must be a SambaInference or a SambaStack, got {describe(model)}")
+    if state is not None and not isinstance(state, SambaState):
+        raise TypeError(f"state must be a SambaState or None, got {describe(state)}")
     vocab = model.config.vocab
     single, prompts = _as_prompts(prompt, vocab)
     count = as_index(max_new_tokens, "max_new_tokens", low=1)
@@ -262,7 +267,7 @@ def _as_prompts(prompt: Any, vocab: int) -> tuple[bool, list[np.ndarray]]:
     """Whether one prompt was given, and the ids of each."""
     one = isinstance(prompt, (str, bytes, bytearray))
     if not one:
-        if isinstance(prompt, np.ndarray):
+        if isinstance(prompt, np.ndarray) and prompt.ndim:
             one = prompt.ndim == 1
         elif isinstance(prompt, Sequence):
             one = len(prompt) > 0 and not isinstance(prompt[0], (str, bytes, bytearray, Sequence, np.ndarray))
@@ -279,7 +284,10 @@ def _as_token_ids(value: Any, name: str, vocab: int) -> np.ndarray:
     if isinstance(value, (str, bytes, bytearray)):
         if vocab != 256:
             raise ValueError(f"{name} must be token ids for a model with {vocab} tokens (text is for 256), got text")
-        value = np.frombuffer(value.encode() if isinstance(value, str) else bytes(value), dtype=np.uint8)
+        try:
+            value = np.frombuffer(value.encode() if isinstance(value, str) else bytes(value), dtype=np.uint8)
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} must be text that UTF-8 can hold, got {describe(value)}") from None
     elif isinstance(value, Sequence):
         value = np.array([as_index(id, f"{name}[{i}]", low=0, high=vocab - 1) for i, id in enumerate(value)], np.int64)
     if isinstance(value, np.ndarray) and value.size == 0:
@@ -292,7 +300,7 @@ def _as_stops(stop: Any, vocab: int) -> list[list[int]]:
         return []
     if isinstance(stop, (int, np.integer, str, bytes, bytearray)):
         stop = [stop]
-    if not isinstance(stop, (Sequence, np.ndarray)):
+    if not isinstance(stop, (Sequence, np.ndarray)) or getattr(stop, "ndim", 1) == 0:
         raise TypeError(f"stop must be a token, text or a sequence of them, got {describe(stop)}")
     stops = []
     for i, one in enumerate(stop):
@@ -303,7 +311,7 @@ def _as_stops(stop: Any, vocab: int) -> list[list[int]]:
 
 def _as_seeds(seed: Any, count: int) -> list[int]:
     most = (1 << 64) - 1
-    if isinstance(seed, (Sequence, np.ndarray)) and not isinstance(seed, (str, bytes)):
+    if isinstance(seed, (list, tuple, range)) or (isinstance(seed, np.ndarray) and seed.ndim == 1):
         if len(seed) != count:
             raise ValueError(f"seed must have one entry per prompt ({count}), got {len(seed)}")
         return [as_index(one, f"seed[{i}]", low=0, high=most) for i, one in enumerate(seed)]

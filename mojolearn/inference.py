@@ -130,6 +130,7 @@ class SambaInference(SambaModel):
         """
         if numeric_mode is not None:
             mode_index(numeric_mode)
+        get_num_threads()  # a wrong environment variable is no fault of the file
         with checkpoint.WeightsReader(path) as reader:
             config = SambaConfig.from_dict(reader.config)
             mode = mode_index(numeric_mode or reader.numeric_mode)
@@ -158,6 +159,7 @@ class SambaInference(SambaModel):
             The file is damaged, or its tensors do not fit the configuration.
         """
         mode = mode_index(numeric_mode)
+        get_num_threads()  # a wrong environment variable is no fault of the file
         with SafetensorsReader(path, config) as reader:
             return cls._from_tensors(path, reader.config, reader, mode)
 

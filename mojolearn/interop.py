@@ -18,7 +18,7 @@ import os
 import numpy as np
 
 from mojolearn import lowbit
-from mojolearn._arrays import describe
+from mojolearn._arrays import as_path, describe
 from mojolearn.checkpoint import validate
 from mojolearn.checkpoint._atomic import replacing
 from mojolearn.checkpoint._json import canonical, parse
@@ -74,7 +74,7 @@ class SafetensorsReader:
     def __init__(self, path, config=None):
         if config is not None and not isinstance(config, SambaConfig):
             raise TypeError(f"config must be a SambaConfig, got {describe(config)}")
-        self._path = os.fsdecode(path)
+        self._path = as_path(path)
         self._file = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         try:
             metadata = self._read_header()
@@ -153,7 +153,7 @@ class SafetensorsReader:
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise self._error(f"tensor {name} has no dtype, shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise self._error(f"tensor {name} has dtype {dtype!r}; wanted one of {', '.join(_DTYPES)}")
         if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
             raise self._error(f"tensor {name} has shape {shape!r} and data_offsets {offsets!r}, not lists of sizes")

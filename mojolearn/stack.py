@@ -633,6 +633,7 @@ class SambaStack(SambaModel):
         """
         if numeric_mode is not None:
             mode_index(numeric_mode)
+        get_num_threads()  # a wrong environment variable is no fault of the file
         state, extra, _ = checkpoint.load(path)
         try:
             stack = cls._from_state(state, numeric_mode, comm)

@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from mojolearn._arrays import as_flag
 from mojolearn.checkpoint import validate
 from mojolearn.checkpoint._atomic import replacing
 from mojolearn.checkpoint._entries import TRAINING_ARRAYS, ArrayEntry, Path, State, read_array
@@ -154,6 +155,7 @@ def inspect(path: Path, verify: bool = False) -> State:
     FileNotFoundError, OSError
         The file cannot be read.
     """
+    verify = as_flag(verify, "verify")
     with opened(path) as file, naming(path), Pipeline() as pipeline:
         reader = make_reader(file, pipeline)
         registry = validate.check_reader(reader)

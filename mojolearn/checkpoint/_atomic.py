@@ -16,6 +16,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 
+from mojolearn._arrays import as_path
 from mojolearn.checkpoint._entries import Path
 
 __all__ = ["replacing"]
@@ -48,7 +49,7 @@ def replacing(path: Path) -> Iterator[int]:
     OSError
         The folder does not exist or cannot be written, the path is a folder or a device, the disk is full.
     """
-    given = os.fsdecode(path)
+    given = as_path(path)
     if not given or given.endswith(os.sep):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), given)
     directory, name = os.path.split(os.path.realpath(given))

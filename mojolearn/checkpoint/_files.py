@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
+from mojolearn._arrays import as_path
 from mojolearn.checkpoint._entries import Path
 from mojolearn.checkpoint._pipeline import Pipeline
 from mojolearn.errors import CheckpointError
@@ -152,7 +153,7 @@ def opened(path: Path) -> Iterator[HashingReader]:
     ------
     HashingReader
     """
-    name = os.fsdecode(path)
+    name = as_path(path)
     # A pipe without a writer would block for ever.
     file = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

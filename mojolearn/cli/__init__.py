@@ -15,6 +15,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from mojolearn._arrays import as_index
+from mojolearn._numerics import MAX_THREADS
 from mojolearn.cli import bench, evaluate, export, generate, inspect, plot, ranks, train, verify
 from mojolearn.cli._common import UsageError
 from mojolearn.distributed import launched_ranks
@@ -112,7 +114,7 @@ def _apply_numeric_options(args: argparse.Namespace) -> None:
     import mojolearn
 
     if getattr(args, "threads", None) is not None:
-        mojolearn.set_num_threads(args.threads)
+        mojolearn.set_num_threads(as_index(args.threads, "threads", 1, MAX_THREADS))
 
 
 def _report(args: argparse.Namespace, error: Exception) -> None:

@@ -100,6 +100,8 @@ def time_text(seconds: float) -> str:
 
 def checkpoint_file(path: str) -> Path:
     """The file that a model is read from: the path itself, or a run's best checkpoint, or its newest."""
+    if not path:
+        raise FileNotFoundError("a file or folder is wanted, got an empty name")
     where = Path(path)
     if not where.is_dir():
         if not where.exists():

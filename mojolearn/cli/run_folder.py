@@ -26,6 +26,8 @@ class RunFolder:
     """Names and upkeep of the files of a run."""
 
     def __init__(self, path: str | os.PathLike[str]):
+        if not os.fspath(path):
+            raise ValueError("the folder of a run must have a name, got an empty one")
         self.path = Path(path)
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"

@@ -102,6 +102,8 @@ class TrainSettings:
         return asdict(self)
 
 
+MOST_LAYERS = 10_000
+
 # Settings that a resumed run may change: none of them touches what is computed.
 FREE_ON_RESUME = ("eval_every", "eval_windows", "save_every", "keep")
 
@@ -119,13 +121,16 @@ def parse_layers(text: str) -> list[str]:
     Raises
     ------
     ValueError
-        An empty list; names are checked by the configuration.
+        An empty list, or one beyond all models; names are checked by the configuration.
     """
     match = re.fullmatch(r"(.*?)(?:\s*[x*]\s*(\d+))?", text.strip())
     names = [name.strip() for name in match[1].strip("() ").split(",") if name.strip()] if match else []
     if not match or not names:
         raise ValueError(f"layers must be a list like 'mamba3,attention' or 'mamba3,attention x2', got {text!r}")
-    return names * int(match[2] or 1)
+    times = match[2] or "1"
+    if len(times) > 6 or len(names) * int(times) > MOST_LAYERS:
+        raise ValueError(f"layers must be at most {MOST_LAYERS}, got {text!r}")
+    return names * int(times)
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -62,9 +62,23 @@ def _add_setting(group: Any, item: Any) -> None:
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     else:
-        options["type"] = settings_module.parse_layers if item.name == "layers" else kind
+        options["type"] = _layers if item.name == "layers" else kind
         options["metavar"] = "LIST" if item.name == "layers" else {int: "N", float: "X"}.get(kind, "TEXT")
     group.add_argument(flag, **options)
+
+
+def _layers(text: str) -> list[str]:
+    try:
+        return settings_module.parse_layers(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def absolute(paths: list[str]) -> list[str]:
+    """The paths of the data as they are stored. An empty one would come to mean the current folder."""
+    if not all(paths):
+        raise UsageError("TEXT must name files, folders or patterns, got an empty name")
+    return [os.path.abspath(path) for path in paths]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,7 +118,7 @@ def _fresh(folder: RunFolder, given: dict[str, Any], dry_run: bool, comm: Comm |
         raise UsageError("what should be trained on? mojolearn train TEXT... --out DIR")
     if folder.checkpoints():
         raise UsageError(f"{folder.path} holds a run already: --resume goes on with it, another --out begins a new one")
-    settings.paths = [os.path.abspath(path) for path in settings.paths]
+    settings.paths = absolute(settings.paths)
     if settings.warmup is None:
         settings.warmup = max(1, settings.steps // 20)
     if settings.min_lr is None:
@@ -170,7 +184,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any], comm: Comm | None) -> Tra
         raise ValueError(f"{newest}: not written by mojolearn train, so there is no run to resume (see --init)")
     stored = extra["settings"]
     if "paths" in given:
-        given["paths"] = [os.path.abspath(path) for path in given["paths"]]
+        given["paths"] = absolute(given["paths"])
     for name, value in given.items():
         # The data may have moved: their digest, not their place, says whether they are the same.
         if name not in (*FREE_ON_RESUME, "paths") and value != stored[name]:
