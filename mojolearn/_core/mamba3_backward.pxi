@@ -321,33 +321,55 @@ cdef void chunk_scratch(float* memory, ChunkScratch* s) noexcept nogil:
     s.at = take(&memory, 12 * CHUNK)
 
 
-cdef void query_row(ChunkScratch* s, const float* floor, const float* dy, Py_ssize_t i, float* out) noexcept nogil:
+cdef enum Size:
+    # of the terms of a chunk's chains
+    VANISHING = 0        # all are flushed to zero: FTZ does that for nothing, and sums stay zeros
+    FAINT = 1            # many are around the smallest normal number: FTZ, and a look for doubtful results
+    PLAIN = 2            # only decays that run out make subnormal products: these are guarded
+
+
+cdef void query_row(ChunkScratch* s, Size size, const float* floor, const float* dy, Py_ssize_t i,
+                    float* out) noexcept nogil:
     """Step 4, dq16 of row i: the farthest tokens come first, and with them the decays that run out."""
     cdef const float* decay = s.decay + i * CHUNK
     cdef Py_ssize_t first = 0, last = i, low = 0, high = 0
     find_tiny(decay, floor, 1.0, &first, &last, &low, &high)
     scale_rows(s.ks_rows, decay, first, last, s.decayed)
-    if high > first:
+    if size == PLAIN and high > first:
         scale_up_rows(s.decayed, high - first)
         if query_chain_guarded(s.decayed, high - first, last - first, s.v_turned + first, dy + i * HEAD, out):
             return
         scale_rows(s.ks_rows, decay, first, last, s.decayed)
+    if size != PLAIN:
+        fp_fast()
     query_chain(s.decayed, last - first, s.v_turned + first, dy + i * HEAD, out)
+    if size == FAINT and fp_underflowed():
+        if query_chain_doubtful(s.decayed, last - first, s.v_turned + first, dy + i * HEAD):
+            fp_exact()
+            query_chain(s.decayed, last - first, s.v_turned + first, dy + i * HEAD, out)
+    fp_exact()
 
 
-cdef void key_row(ChunkScratch* s, const float* floor, float least, Py_ssize_t j, Py_ssize_t real,
+cdef void key_row(ChunkScratch* s, Size size, const float* floor, float least, Py_ssize_t j, Py_ssize_t real,
                   float* out) noexcept nogil:
     """Step 4, dk16 of row j; ``least`` is the smallest nonzero size in v_j."""
     cdef const float* decay = s.pairs_turned + j * CHUNK
     cdef Py_ssize_t first = j + 1, last = real, low = 0, high = 0
     find_tiny(decay, floor, least, &first, &last, &low, &high)
     scale_rows(s.q_rows, decay, first, last, s.decayed)
-    if high > low:
+    if size == PLAIN and high > low:
         scale_up_rows(s.decayed + (low - first) * STATE, last - low)
         if key_chain_guarded(s.decayed, low - first, last - first, s.dy_turned + first, s.v + j * HEAD, out):
             return
         scale_rows(s.q_rows, decay, first, last, s.decayed)
+    if size != PLAIN:
+        fp_fast()
     key_chain(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD, out)
+    if size == FAINT and fp_underflowed():
+        if key_chain_doubtful(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD):
+            fp_exact()
+            key_chain(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD, out)
+    fp_exact()
 
 
 cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, float* dadt) noexcept nogil:
@@ -356,6 +378,13 @@ cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, 
     cdef float q_floor[CHUNK]
     cdef float v_least[CHUNK]
     cdef Py_ssize_t i = 0
+    cdef double k_size = largest(s.ks, TALL), q_size = largest(s.qrot, TALL)
+    cdef double most = largest(dy, SQUARE) * largest(s.v, SQUARE) * max(k_size, q_size, 128 * k_size * q_size)
+    cdef Size size = PLAIN
+    if most < SMALLEST / 2:
+        size = VANISHING
+    elif most < SMALLEST * FAINT_RANGE:
+        size = FAINT
     smallest(s.v_turned, HEAD, v_least)
     smallest(s.ks, STATE, k_floor)
     smallest(s.qrot, STATE, q_floor)
@@ -367,12 +396,15 @@ cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, 
     transpose(s.ks, CHUNK, STATE, CHUNK, s.ks_rows, STATE)
     transpose(s.qrot, CHUNK, STATE, CHUNK, s.q_rows, STATE)
     for i in range(real):
-        query_row(s, k_floor, dy, i, s.rows + i * STATE)
+        query_row(s, size, k_floor, dy, i, s.rows + i * STATE)
     transpose(s.rows, STATE, CHUNK, STATE, s.dq, CHUNK)
     for i in range(real):
-        key_row(s, q_floor, v_least[i], i, real, s.rows + i * STATE)
+        key_row(s, size, q_floor, v_least[i], i, real, s.rows + i * STATE)
     transpose(s.rows, STATE, CHUNK, STATE, s.dk, CHUNK)
+    if size == VANISHING:
+        fp_fast()
     pair_chains(s.scores, dy, s.v_turned, real, s.pairs)
+    fp_exact()
     decay_chains(s.pairs, s.decay, real, dadt)
 
 

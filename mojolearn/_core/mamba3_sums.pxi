@@ -2,31 +2,15 @@
 #
 # First the profile's serial chains, then the orders of the other modes.
 
-# ---- products around the smallest normal number --------------------------------------------------------------------
-#
-# A product that is subnormal costs the processor a hundred cycles, and where a decay runs out there are thousands of
-# them. Scaled by 2^64 none is: a product below 2^-126 is then cut to zero by hand. Only next to that border is the
-# scaled product not enough to tell what the true one rounds to; such a result is doubtful and the caller starts over
-# without scaling. So is one that overflowed.
-
-cdef enum:
-    BELOW_BORDER = 0x207FFFFF    # the largest float below 2^-126 * 2^64
-
-
-cdef inline vf guarded_product(vf scaled, vf by, vi* doubtful) noexcept nogil:
-    """F(x by) for scaled = 2^64 x."""
-    cdef vf product = vmul(scaled, by)
-    cdef vi size = viand(vasint(product), viset(0x7FFFFFFF))
-    doubtful[0] = vior(doubtful[0], vior(vieq(size, viset(BELOW_BORDER)), vigt(size, viset(0x7F7FFFFF))))
-    product = vasfloat(viand(vasint(product), vior(vigt(size, viset(BELOW_BORDER)), viset(<int> 0x80000000))))
-    return vmul(product, vbits(0x1F800000))        # 2^-64
-
-
-cdef inline vf scale_up(vf x) noexcept nogil:
-    return vmul(x, vbits(0x5F800000))              # 2^64
-
-
 # ---- step 4 --------------------------------------------------------------------------------------------------------
+
+cdef inline vf watched_step(vf through, vf x, vf by, vf acc, vi* doubtful) noexcept nogil:
+    """acc + through (x by) under FTZ; notes results next to the border."""
+    cdef vf product = vmul(x, by)
+    doubtful[0] = vior(doubtful[0], beside_border(vmul(scale_up(x), by)))
+    doubtful[0] = vior(doubtful[0], beside_border(vfma(scale_up(through), product, scale_up(acc))))
+    return vfma(through, product, acc)
+
 
 cdef void scale_rows(const float* x, const float* by, Py_ssize_t first, Py_ssize_t last, float* out) noexcept nogil:
     """out[j - first] = x[j] by[j] for rows of 128, first <= j < last."""
@@ -143,6 +127,50 @@ cdef bint key_chain_guarded(const float* rows, Py_ssize_t plain, Py_ssize_t coun
             vstore(out + n + c * vlanes, acc[c])
         n += CHAIN_VECTORS * vlanes
     return not vany(doubtful)
+
+
+cdef bint query_chain_doubtful(const float* rows, Py_ssize_t count, const float* v, const float* dy) noexcept nogil:
+    """Whether a result of `query_chain` is next to the border."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through
+    cdef vi doubtful = viset(0)
+    cdef Py_ssize_t n = 0, p, j, c
+    cdef const float* x
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        for p in range(HEAD):
+            through = vset(dy[p])
+            x = rows + n
+            for j in range(count):
+                by = vset(v[p * CHUNK + j])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = watched_step(through, vload(x + c * vlanes), by, acc[c], &doubtful)
+                x += STATE
+        n += CHAIN_VECTORS * vlanes
+    return vany(doubtful)
+
+
+cdef bint key_chain_doubtful(const float* rows, Py_ssize_t count, const float* dy, const float* v) noexcept nogil:
+    """Whether a result of `key_chain` is next to the border."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through
+    cdef vi doubtful = viset(0)
+    cdef Py_ssize_t n = 0, p, i, c
+    cdef const float* x
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        for p in range(HEAD):
+            by = vset(v[p])
+            x = rows + n
+            for i in range(count):
+                through = vset(dy[p * CHUNK + i])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = watched_step(through, vload(x + c * vlanes), by, acc[c], &doubtful)
+                x += STATE
+        n += CHAIN_VECTORS * vlanes
+    return vany(doubtful)
 
 
 cdef void smallest(const float* x, Py_ssize_t rows, float* out) noexcept nogil:

@@ -40,6 +40,8 @@ cdef enum:
     TALL = 128 * 64
     PLANE_PAD = 16      # zeros after the last token of a plane of per-token scalars
 
+cdef double SMALLEST = 2.0 ** -126      # normal number
+cdef double FAINT_RANGE = 2.0 ** 36
 cdef float PI = 3.14159274101257324
 cdef float TWO_PI = 6.28318548202514648
 cdef float NORM_EPS = 1e-5
@@ -53,6 +55,35 @@ cdef inline vi lanes_below(Py_ssize_t bound) noexcept nogil:
 
 cdef inline Py_ssize_t round_up(Py_ssize_t n, Py_ssize_t step) noexcept nogil:
     return (n + step - 1) // step * step
+
+
+# ---- products around the smallest normal number --------------------------------------------------------------------
+#
+# A subnormal result costs the processor a hundred cycles, and where values run out there are thousands of them. With
+# FTZ set it costs nothing, but FTZ flushes what lies between 2^-126 - 2^-150 and 2^-126 - 2^-151 too, which F rounds up
+# to 2^-126. Scaled by 2^64 no result is subnormal, and only one that rounds to the largest float below the border can
+# have been in that interval. Such a result is doubtful: the caller starts over with gradual underflow.
+
+cdef enum:
+    BELOW_BORDER = 0x207FFFFF    # the largest float below 2^-126 * 2^64
+
+
+cdef inline vf scale_up(vf x) noexcept nogil:
+    return vmul(x, vbits(0x5F800000))              # 2^64
+
+
+cdef inline vi beside_border(vf scaled) noexcept nogil:
+    """Mask of results, scaled by 2^64, whose flush is doubtful. An infinite one had terms too coarse to come near."""
+    return vieq(viand(vasint(scaled), viset(0x7FFFFFFF)), viset(BELOW_BORDER))
+
+
+cdef inline vf guarded_product(vf scaled, vf by, vi* doubtful) noexcept nogil:
+    """F(x by) for scaled = 2^64 x, in any mode; a product that overflowed by the scaling is doubtful as well."""
+    cdef vf product = vmul(scaled, by)
+    cdef vi size = viand(vasint(product), viset(0x7FFFFFFF))
+    doubtful[0] = vior(doubtful[0], vior(vieq(size, viset(BELOW_BORDER)), vigt(size, viset(0x7F7FFFFF))))
+    product = vasfloat(viand(vasint(product), vior(vigt(size, viset(BELOW_BORDER)), viset(<int> 0x80000000))))
+    return vmul(product, vbits(0x1F800000))        # 2^-64
 
 
 # ---- products ------------------------------------------------------------------------------------------------------
@@ -80,89 +111,176 @@ cdef inline void tile(const float* a, Py_ssize_t a_row, Py_ssize_t a_k, const fl
         vstore(out + r * CHUNK + vlanes, acc[r][1])
 
 
+cdef bint tile_doubtful(const float* a, Py_ssize_t a_row, Py_ssize_t a_k, const float* b, Py_ssize_t k) noexcept nogil:
+    """Whether a result of `tile` is next to the border."""
+    cdef vf acc[MIX_ROWS][2]
+    cdef vf b0, b1, x
+    cdef vi doubtful = viset(0)
+    cdef Py_ssize_t r, q
+    for r in range(MIX_ROWS):
+        acc[r][0] = vzero()
+        acc[r][1] = vzero()
+    for q in range(k):
+        b0 = vload(b)
+        b1 = vload(b + vlanes)
+        for r in range(MIX_ROWS):
+            x = vset(a[r * a_row])
+            doubtful = vior(doubtful, beside_border(vfma(scale_up(x), b0, scale_up(acc[r][0]))))
+            doubtful = vior(doubtful, beside_border(vfma(scale_up(x), b1, scale_up(acc[r][1]))))
+            acc[r][0] = vfma(x, b0, acc[r][0])
+            acc[r][1] = vfma(x, b1, acc[r][1])
+        a += a_k
+        b += CHUNK
+    return vany(doubtful)
+
+
+cdef double largest(const float* x, Py_ssize_t n) noexcept nogil:
+    """Largest size among n values, a multiple of 16."""
+    cdef vf most = vzero()
+    cdef double result = 0
+    cdef Py_ssize_t i = 0
+    while i < n:
+        most = vmax(vabs(vload(x + i)), most)
+        i += vlanes
+    for i in range(vlanes):
+        result = max(result, <double> vget(most, i))
+    return result
+
+
+cdef struct Product:
+    const float* a
+    Py_ssize_t a_size
+    const float* b
+    Py_ssize_t b_size
+    int vanishing                # 1: every term is flushed to zero; 0: not so; -1: not known yet
+
+
+cdef inline Product start_product(const float* a, Py_ssize_t a_size, const float* b, Py_ssize_t b_size) noexcept nogil:
+    """Tiles run with FTZ set, in which no subnormal result costs time, until `end_product`."""
+    cdef Product product
+    product.a, product.a_size, product.b, product.b_size, product.vanishing = a, a_size, b, b_size, -1
+    fp_fast()
+    return product
+
+
+cdef inline void end_product() noexcept nogil:
+    fp_exact()
+
+
+cdef inline void exact_tile(Product* product, const float* a, Py_ssize_t a_row, Py_ssize_t a_k, const float* b,
+                            Py_ssize_t k, float* out) noexcept nogil:
+    """`tile`, done again with gradual underflow if a result is doubtful.
+
+    None is if there was no underflow, nor if all terms are less than 2^-127: then every sum is a zero in both modes.
+    """
+    tile(a, a_row, a_k, b, k, out)
+    if product.vanishing == 1 or not fp_underflowed():
+        return
+    if product.vanishing < 0:
+        product.vanishing = largest(product.a, product.a_size) * largest(product.b, product.b_size) < SMALLEST / 2
+    if not product.vanishing and tile_doubtful(a, a_row, a_k, b, k):
+        fp_exact()
+        tile(a, a_row, a_k, b, k, out)
+    fp_fast()
+
+
 cdef void product_nn(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k, float* out) noexcept nogil:
     """out (m, 64) = a (m, k) b (k, 64)."""
+    cdef Product product = start_product(a, m * CHUNK, b, k * CHUNK)
     cdef Py_ssize_t i, j = 0
     while j < CHUNK:
         i = 0
         while i < m:
-            tile(a + i * CHUNK, CHUNK, 1, b + j, k, out + i * CHUNK + j)
+            exact_tile(&product, a + i * CHUNK, CHUNK, 1, b + j, k, out + i * CHUNK + j)
             i += MIX_ROWS
         j += MIX_COLUMNS
+    end_product()
 
 
 cdef void product_nn_upper(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k, float* out) noexcept nogil:
     """As product_nn for a ``b`` (64, 64) that is zero on and below its diagonal."""
-    cdef Py_ssize_t i, j = 0
+    cdef Product product = start_product(a, m * CHUNK, b, k * CHUNK)
+    cdef Py_ssize_t i, j = 0, steps
     while j < CHUNK:
+        steps = min(k, j + <Py_ssize_t> MIX_COLUMNS)
         i = 0
         while i < m:
-            tile(a + i * CHUNK, CHUNK, 1, b + j, min(k, j + <Py_ssize_t> MIX_COLUMNS), out + i * CHUNK + j)
+            exact_tile(&product, a + i * CHUNK, CHUNK, 1, b + j, steps, out + i * CHUNK + j)
             i += MIX_ROWS
         j += MIX_COLUMNS
+    end_product()
 
 
 cdef void product_nn_below(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k, float* out) noexcept nogil:
     """As product_nn for a ``b`` (64, 64) that is zero on and above its diagonal."""
-    cdef Py_ssize_t i, j = 0
+    cdef Product product = start_product(a, m * CHUNK, b, k * CHUNK)
+    cdef Py_ssize_t i, j = 0, steps
     while j < CHUNK:
+        steps = max(k - j, 0)
         i = 0
         while i < m:
-            tile(a + i * CHUNK + j, CHUNK, 1, b + j * CHUNK + j, max(k - j, 0), out + i * CHUNK + j)
+            exact_tile(&product, a + i * CHUNK + j, CHUNK, 1, b + j * CHUNK + j, steps, out + i * CHUNK + j)
             i += MIX_ROWS
         j += MIX_COLUMNS
+    end_product()
 
 
 cdef void product_tn(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last, Py_ssize_t k,
                      float* out) noexcept nogil:
     """Rows first..last of out (64, 64) = a (k, 64) transposed times b (k, 64), in whole tiles."""
+    cdef Product product = start_product(a, k * CHUNK, b, k * CHUNK)
     cdef Py_ssize_t i, j = 0
     first -= first % MIX_ROWS
     while j < CHUNK:
         i = first
         while i < last:
-            tile(a + i, 1, CHUNK, b + j, k, out + i * CHUNK + j)
+            exact_tile(&product, a + i, 1, CHUNK, b + j, k, out + i * CHUNK + j)
             i += MIX_ROWS
         j += MIX_COLUMNS
+    end_product()
 
 
 cdef void product_tn_lower(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last, Py_ssize_t k,
                            float* out) noexcept nogil:
     """As product_tn, but only the tiles that reach below the diagonal."""
+    cdef Product product = start_product(a, k * CHUNK, b, k * CHUNK)
     cdef Py_ssize_t i = first - first % MIX_ROWS, j
     while i < last:
         j = 0
         while j < i + MIX_ROWS - 1:
-            tile(a + i, 1, CHUNK, b + j, k, out + i * CHUNK + j)
+            exact_tile(&product, a + i, 1, CHUNK, b + j, k, out + i * CHUNK + j)
             j += MIX_COLUMNS
         i += MIX_ROWS
+    end_product()
 
 
 cdef void product_nn_lower(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last,
                            float* out) noexcept nogil:
     """Rows first..last of a (64, 64) b (64, 64) for an ``a`` that is zero on and above its diagonal."""
-    cdef Py_ssize_t i, j = 0, k
+    cdef Product product = start_product(a, last * CHUNK, b, last * CHUNK)
+    cdef Py_ssize_t i, j = 0, steps
     first -= first % MIX_ROWS
     while j < CHUNK:
         i = first
         while i < last:
-            k = i + MIX_ROWS
-            if k > last:
-                k = last
-            tile(a + i * CHUNK, CHUNK, 1, b + j, k, out + i * CHUNK + j)
+            steps = min(last, i + <Py_ssize_t> MIX_ROWS)
+            exact_tile(&product, a + i * CHUNK, CHUNK, 1, b + j, steps, out + i * CHUNK + j)
             i += MIX_ROWS
         j += MIX_COLUMNS
+    end_product()
 
 
 cdef void product_tn_upper(const float* a, const float* b, Py_ssize_t rows, float* out) noexcept nogil:
     """out = a^T b over the first ``rows`` rows of both, for an ``a`` that is zero on and above its diagonal."""
+    cdef Product product = start_product(a, rows * CHUNK, b, rows * CHUNK)
     cdef Py_ssize_t i, j = 0
     while j < CHUNK:
         i = 0
         while i < rows:
-            tile(a + i * CHUNK + i, 1, CHUNK, b + i * CHUNK + j, rows - i, out + i * CHUNK + j)
+            exact_tile(&product, a + i * CHUNK + i, 1, CHUNK, b + i * CHUNK + j, rows - i, out + i * CHUNK + j)
             i += MIX_ROWS
         j += MIX_COLUMNS
+    end_product()
 
 
 # ---- layout --------------------------------------------------------------------------------------------------------
