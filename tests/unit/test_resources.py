@@ -1,5 +1,6 @@
 """The memory estimate of a training run against what a process takes."""
 
+import os
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ with open("/proc/self/status") as status:
 """
 
 
+@pytest.mark.skipif("MOJOLEARN_SANITIZE" in os.environ, reason="the sanitizers' own memory is not in the estimate")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of memory from /proc")
 @pytest.mark.parametrize(
     ("layers", "d_model", "batch", "length", "pieces"),
