@@ -186,7 +186,7 @@ class Mamba3Block(Block):
         ``block_norm.weight`` (D), ``in_proj.weight`` (4 D + 288 + 3 H, D), ``dt_bias`` (H), ``B_norm.weight`` (128),
         ``C_norm.weight`` (128), ``B_bias`` (H, 128), ``C_bias`` (H, 128), ``D`` (H), ``out_proj.weight`` (D, 2 D).
     numeric_mode : {'identical', 'deterministic', 'fast'}, optional
-        None uses the library default. "identical" differs from the others in `backward`; "fast" moreover lets the matrix
+        None uses the library default. "identical" differs from the others in `backward`; "fast" moreover lets matrix
         products flush tiny results early.
 
     Attributes
