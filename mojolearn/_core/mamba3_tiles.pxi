@@ -40,8 +40,8 @@ cdef enum:
     TALL = 128 * 64
     PLANE_PAD = 16      # zeros after the last token of a plane of per-token scalars
 
-cdef double SMALLEST = 2.0 ** -126      # normal number
-cdef double FAINT_RANGE = 2.0 ** 36
+cdef double SMALLEST = 2.0 ** -126      # the smallest normal number
+cdef double FAINT_RANGE = 2.0 ** 36     # sums whose largest term is below SMALLEST * this are watched for underflow
 cdef float PI = 3.14159274101257324
 cdef float TWO_PI = 6.28318548202514648
 cdef float NORM_EPS = 1e-5
@@ -51,10 +51,6 @@ cdef float A_FLOOR = 1e-4
 cdef inline vi lanes_below(Py_ssize_t bound) noexcept nogil:
     """Mask of the lanes whose number is less than ``bound``."""
     return vigt(viset(<int> bound), vilanes())
-
-
-cdef inline Py_ssize_t round_up(Py_ssize_t n, Py_ssize_t step) noexcept nogil:
-    return (n + step - 1) // step * step
 
 
 # ---- products around the smallest normal number --------------------------------------------------------------------
