@@ -18,6 +18,9 @@ _STATE_SIZE = 128
 _ANGLES = 32
 _NORM_EPS = 1e-05
 
+# One call of the backward's kernels handles about so many chunks of a head, so that Ctrl-C need not wait for long.
+_CALL_ITEMS = 1024
+
 _SMALL_WEIGHTS = ("dt_bias", "B_norm.weight", "C_norm.weight", "B_bias", "C_bias", "D")
 
 # A forward that keeps nothing for a backward works on so many tokens at a time, whole chunks: enough for matrix
@@ -417,8 +420,6 @@ class Mamba3Block(Block):
         tokens, heads, inner = batch * length, self._heads, 2 * d_model
         weights, workspace, threads = self._weights, ctx.workspace, ctx.threads
         x, dy, dx = (array.reshape(tokens, d_model) for array in (x, dy, dx))
-        chunks, plane = mamba3.chunk_count(length, 0), mamba3.plane_length(length, 0)
-        items = batch * heads * chunks
         mark = workspace.mark()
 
         dgate = workspace.empty((tokens, inner))
@@ -433,37 +434,7 @@ class Mamba3Block(Block):
             "B_norm.weight": workspace.empty((tokens, _STATE_SIZE)),
             "C_norm.weight": workspace.empty((tokens, _STATE_SIZE)),
         }
-        inner_mark = workspace.mark()
-        exact_order = ctx.mode == 0
-        adjoints = items if exact_order else 1  # the other orders keep them in scratch
-        between = (
-            workspace.empty(adjoints * _CHUNK * _HEAD_DIM),
-            workspace.empty(adjoints * _STATE_SIZE * _HEAD_DIM),
-            workspace.empty(adjoints),
-            *workspace.empty((4, batch * heads * plane)),
-            workspace.empty(items * _CHUNK * _ANGLES),
-            workspace.empty(items * _ANGLES),
-        )
-        workers = min(threads, items)
-        mamba3.backward(
-            dgate.reshape(-1),
-            tape["proj"].reshape(-1),
-            tuple(tape["panels"]),
-            tape["rate"],
-            tuple(tape["rstd"]),
-            tuple(tape["scalars"]),
-            tape["kept"],
-            tuple(weights[name].reshape(-1) for name in _SMALL_WEIGHTS),
-            pack.reshape(-1),
-            tuple(array.reshape(-1) for array in rows.values()),
-            between,
-            workspace.empty(mamba3.backward_scratch(batch * heads, chunks, exact_order, workers)),
-            batch,
-            length,
-            workers,
-            ctx.mode,
-        )
-        workspace.release(inner_mark)
+        self._mix_backward(ctx, tape, dgate, pack, tuple(rows.values()), batch, length)
         for name, array in rows.items():
             sink.colsum(name, array)
         dt_column = 2 * inner + 2 * _STATE_SIZE
@@ -477,6 +448,49 @@ class Mamba3Block(Block):
         )
         sink.colsum("block_norm.weight", norm_rows)
         workspace.release(mark)
+
+    def _mix_backward(self, ctx, tape, dgate, pack, rows, batch, length):
+        """What lies between the projections, some batch rows at a time: fills `pack` and `rows`."""
+        heads, workspace, exact_order = self._heads, ctx.workspace, ctx.mode == 0
+        chunks, plane = mamba3.chunk_count(length, 0), mamba3.plane_length(length, 0)
+        weights = tuple(self._weights[name].reshape(-1) for name in _SMALL_WEIGHTS)
+        step = max(1, _CALL_ITEMS // (heads * chunks))
+        for first in range(0, batch, step):
+            count = min(step, batch - first)
+            items = count * heads * chunks
+            adjoints = items if exact_order else 1  # the other orders keep them in scratch
+            workers = min(ctx.threads, items)
+
+            def cut(*arrays, part=slice(first, first + count)):
+                return tuple(array.reshape(batch, -1)[part].reshape(-1) for array in arrays)
+
+            mark = workspace.mark()
+            between = (
+                workspace.empty(adjoints * _CHUNK * _HEAD_DIM),
+                workspace.empty(adjoints * _STATE_SIZE * _HEAD_DIM),
+                workspace.empty(adjoints),
+                *workspace.empty((4, count * heads * plane)),
+                workspace.empty(items * _CHUNK * _ANGLES),
+                workspace.empty(items * _ANGLES),
+            )
+            mamba3.backward(
+                *cut(dgate, tape["proj"]),
+                cut(*tape["panels"]),
+                *cut(tape["rate"]),
+                cut(*tape["rstd"]),
+                cut(*tape["scalars"]),
+                cut(*tape["kept"]),
+                weights,
+                *cut(pack),
+                cut(*rows),
+                between,
+                workspace.empty(mamba3.backward_scratch(count * heads, chunks, exact_order, workers)),
+                count,
+                length,
+                workers,
+                ctx.mode,
+            )
+            workspace.release(mark)
 
 
 def _open_tokens(total):

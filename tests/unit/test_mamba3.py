@@ -307,6 +307,15 @@ def test_forwards_in_pieces_have_the_same_bits(monkeypatch, batch, length):
     assert same_bits(block.forward(x), stateless)
 
 
+@pytest.mark.parametrize("mode", ("identical", "deterministic"))
+def test_backward_in_pieces_has_the_same_bits(monkeypatch, mode):
+    block = Mamba3Block(block_weights(64, 68), numeric_mode=mode)
+    x, dy = noise((5, 70, 64), 69), noise((5, 70, 64), 70)
+    want = digests(block.backward(x, dy))
+    monkeypatch.setattr(block_module, "_CALL_ITEMS", 9)  # two rows of two heads and two chunks
+    assert digests(block.backward(x, dy)) == want
+
+
 def test_input_states_in_pieces(monkeypatch):
     block = Mamba3Block(block_weights(32, 65))
     x = noise((1, 300, 32), 66)
