@@ -3,12 +3,17 @@
 This module and everything imported before an instruction set is chosen is compiled for the baseline only.
 """
 from libc.stdint cimport uint64_t
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES
 
 from mojolearn._core.simd cimport fp_default, fp_leave
 
 cdef extern from "pool.h" nogil:
-    void pool_run(job_function job, void* arg, int threads)
+    ctypedef struct pool_turn:
+        bint over
+    void pool_run(job_function job, void* arg, int threads, pool_turn* turn)
+    void pool_turn_begin(pool_turn* turn)
+    Py_ssize_t pool_next_unit(Py_ssize_t* counter)
     int pool_start()
 
 cdef extern from "memory.h" nogil:
@@ -24,7 +29,24 @@ MAX_THREADS = 256  # as in pool.h
 
 cdef void parallel_run(job_function job, void* arg, int threads) noexcept nogil:
     """Run ``job`` in up to ``threads`` threads, each in exact floating-point mode; restore the caller's mode."""
-    pool_run(job, arg, threads)
+    pool_run(job, arg, threads, NULL)
+
+
+cdef int run_in_turns(job_function job, void* arg, int threads) except -1 nogil:
+    """Like `parallel_run`, coming up for signals; returns early with the exception if a handler raises one."""
+    cdef pool_turn turn
+    while True:
+        pool_turn_begin(&turn)
+        pool_run(job, arg, threads, &turn)
+        if not turn.over:
+            return 0
+        with gil:
+            PyErr_CheckSignals()
+
+
+cdef Py_ssize_t next_unit_in_turn(Py_ssize_t* counter) noexcept nogil:
+    """The next unit of a job in turns; beyond all units when the turn is over."""
+    return pool_next_unit(counter)
 
 
 def cpu_instruction_sets():

@@ -330,7 +330,7 @@ cdef void backward_job(void* arg, int thread) noexcept nogil:
     cdef Py_ssize_t unit
     backward_scratch(&job.a, job.scratch + thread * job.scratch_stride, &s)
     while True:
-        unit = next_unit(&job.counter)
+        unit = next_unit_in_turn(&job.counter)
         if unit >= job.a.batch * job.a.kv_heads:
             break
         backward_head(job, &s, unit // job.a.kv_heads, unit % job.a.kv_heads)
@@ -365,5 +365,5 @@ def attention_backward(const float[:, :] dout, const float[:, :] queries, const 
     job.scratch = &scratch[0, 0]
     job.counter = 0
     with nogil:
-        parallel_run(backward_job, &job, threads)
+        run_in_turns(backward_job, &job, threads)
     workspace.release(mark)

@@ -134,7 +134,7 @@ cdef void forward_job(void* arg, int thread) noexcept nogil:
     cdef Py_ssize_t tiles = (job.a.length + CHAIN_LANES - 1) // CHAIN_LANES, unit
     cdef float* scratch = job.scratch + thread * job.scratch_stride
     while True:
-        unit = next_unit(&job.counter)
+        unit = next_unit_in_turn(&job.counter)
         if unit >= pairs * tiles:
             break
         # the last tiles see the most keys: they go first
@@ -163,7 +163,7 @@ def attention_forward(const float[:, :] queries, const float[:, :, :, ::1] keys,
     job.scratch = &scratch[0, 0]
     job.counter = 0
     with nogil:
-        parallel_run(forward_job, &job, threads)
+        run_in_turns(forward_job, &job, threads)
     workspace.release(mark)
 
 

@@ -161,7 +161,7 @@ cdef void swiglu_forward_job(void* arg, int thread) noexcept nogil:
     cdef const float* u
     cdef float* out
     while True:
-        t = next_unit(&job.counter)
+        t = next_unit_in_turn(&job.counter)
         if t >= job.tokens:
             break
         g = job.gate + t * job.gate_stride
@@ -197,7 +197,7 @@ cdef void swiglu_backward_job(void* arg, int thread) noexcept nogil:
     cdef float* dup
     cdef vf a, dg, du
     while True:
-        t = next_unit(&job.counter)
+        t = next_unit_in_turn(&job.counter)
         if t >= job.tokens:
             break
         d = job.dact + t * job.dact_stride
@@ -229,7 +229,7 @@ def swiglu_forward(const float[:, :] gate, const float[:, :] up, float[:, :] act
     job.columns = gate.shape[1]
     job.counter = 0
     with nogil:
-        parallel_run(swiglu_forward_job, &job, threads)
+        run_in_turns(swiglu_forward_job, &job, threads)
 
 
 def swiglu_backward(const float[:, :] dact, const float[:, :] gate, const float[:, :] up, float[:, :] act,
@@ -252,4 +252,4 @@ def swiglu_backward(const float[:, :] dact, const float[:, :] gate, const float[
     job.columns = gate.shape[1]
     job.counter = 0
     with nogil:
-        parallel_run(swiglu_backward_job, &job, threads)
+        run_in_turns(swiglu_backward_job, &job, threads)

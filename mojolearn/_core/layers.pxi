@@ -12,7 +12,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from mojolearn._core._pool cimport parallel_run
+from mojolearn._core._pool cimport next_unit_in_turn, parallel_run, run_in_turns
 from mojolearn._core.elementary cimport slog, ssqrt, vexp, vlog, vrsqrt, vsincos
 from mojolearn._core.simd cimport *
 
@@ -788,7 +788,7 @@ cdef void loss_job(void* arg, int tid) noexcept nogil:
         other = sflush(sdiv(job.smoothing, <float> n))
         hot = sflush(sadd(keep, other))
     while True:
-        first = next_unit(&job.counter) * job.group
+        first = next_unit_in_turn(&job.counter) * job.group
         if first >= job.rows:
             break
         rows = 0
@@ -867,7 +867,7 @@ def loss_rows(const float[:, ::1] logits, const int32_t[::1] targets, int32_t ig
         raise MemoryError()
     try:
         with nogil:
-            parallel_run(loss_job, &job, threads)
+            run_in_turns(loss_job, &job, threads)
     finally:
         free(job.scratch)
     return job.nonfinite == 0

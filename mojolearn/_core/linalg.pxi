@@ -9,7 +9,7 @@ from libc.string cimport memcpy, memset
 
 import numpy as np
 
-from mojolearn._core._pool cimport parallel_run
+from mojolearn._core._pool cimport next_unit_in_turn, parallel_run, run_in_turns
 from mojolearn._core.simd cimport *
 
 cdef extern from "memory.h" nogil:

@@ -81,7 +81,7 @@ def prepare(const float[::1] proj, const float[::1] dt_bias, const float[::1] B_
     job.scratch_size = scratch.shape[1]
     job.counter = 0
     with nogil:
-        parallel_run(prepare_job, &job, threads)
+        run_in_turns(prepare_job, &job, threads)
 
 
 def mix(const float[::1] proj, const float[::1] B, const float[::1] C, const float[::1] rate, const float[::1] dt,
@@ -129,7 +129,7 @@ def mix(const float[::1] proj, const float[::1] B, const float[::1] C, const flo
     job.scratch = &scratch[0, 0]
     job.counter = 0
     with nogil:
-        parallel_run(mix_job, &job, threads)
+        run_in_turns(mix_job, &job, threads)
 
 
 cdef enum:
@@ -183,18 +183,18 @@ def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const 
     job.exact_order = mode == 0
     with nogil:
         if job.exact_order:
-            parallel_run(adjoint_job, &job, threads)
+            run_in_turns(adjoint_job, &job, threads)
             if job.shape.chunks > 1:
                 job.counter = 0
                 job.scratch_size = STATE_SUMS_SCRATCH
-                parallel_run(state_sums_job, &job, sum_threads)
+                run_in_turns(state_sums_job, &job, sum_threads)
                 job.scratch_size = CHUNK_SCRATCH
             job.counter = 0
-            parallel_run(chunk_job, &job, threads)
+            run_in_turns(chunk_job, &job, threads)
         else:
             job.scratch_size = HEAD_SCRATCH
-            parallel_run(head_job, &job, threads)
+            run_in_turns(head_job, &job, threads)
         job.counter = 0
-        parallel_run(angle_job, &job, threads)
+        run_in_turns(angle_job, &job, threads)
         job.counter = 0
-        parallel_run(norm_job, &job, threads)
+        run_in_turns(norm_job, &job, threads)

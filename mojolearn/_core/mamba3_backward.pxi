@@ -143,7 +143,7 @@ cdef void adjoint_job(void* arg, int thread) noexcept nogil:
     cdef Shape* shape = &job.shape
     cdef Py_ssize_t line, chunk, item
     while True:
-        line = next_unit(&job.counter)
+        line = next_unit_in_turn(&job.counter)
         if line >= shape.batch * shape.heads:
             return
         for chunk in range(shape.chunks - 1, -1, -1):
@@ -258,7 +258,7 @@ cdef void state_sums_job(void* arg, int thread) noexcept nogil:
     cdef BackwardJob* job = <BackwardJob*> arg
     cdef Py_ssize_t first, total = job.shape.batch * job.shape.heads * (job.shape.chunks - 1)
     while True:
-        first = next_unit(&job.counter) * STATE_LANES
+        first = next_unit_in_turn(&job.counter) * STATE_LANES
         if first >= total:
             return
         state_sums_group(job, first, total - first if total - first < STATE_LANES else STATE_LANES,
@@ -624,7 +624,7 @@ cdef void chunk_job(void* arg, int thread) noexcept nogil:
     cdef Py_ssize_t item
     chunk_scratch(job.scratch + thread * job.scratch_size, &s)
     while True:
-        item = next_unit(&job.counter)
+        item = next_unit_in_turn(&job.counter)
         if item >= job.shape.batch * job.shape.heads * job.shape.chunks:
             return
         chunk_backward(job, item // job.shape.chunks, item % job.shape.chunks, job.dy + item * SQUARE,
@@ -646,7 +646,7 @@ cdef void head_job(void* arg, int thread) noexcept nogil:
     cdef float* dh = dy + SQUARE
     chunk_scratch(job.scratch + thread * job.scratch_size, &s)
     while True:
-        line = next_unit(&job.counter)
+        line = next_unit_in_turn(&job.counter)
         if line >= shape.batch * shape.heads:
             return
         for chunk in range(shape.chunks - 1, -1, -1):
@@ -742,7 +742,7 @@ cdef void angle_job(void* arg, int thread) noexcept nogil:
     cdef BackwardJob* job = <BackwardJob*> arg
     cdef Py_ssize_t unit
     while True:
-        unit = next_unit(&job.counter)
+        unit = next_unit_in_turn(&job.counter)
         if unit >= job.shape.batch * job.shape.chunks:
             return
         angle_chunk(job, unit // job.shape.chunks, unit % job.shape.chunks, job.scratch + thread * job.scratch_size)
@@ -803,7 +803,7 @@ cdef void norm_job(void* arg, int thread) noexcept nogil:
     cdef Py_ssize_t first, total = job.shape.batch * job.shape.length, count, column = 2 * job.shape.inner
     cdef float* g = job.scratch + thread * job.scratch_size
     while True:
-        first = next_unit(&job.counter) * vlanes
+        first = next_unit_in_turn(&job.counter) * vlanes
         if first >= total:
             return
         count = total - first if total - first < vlanes else vlanes

@@ -155,7 +155,7 @@ cdef void prepare_job(void* arg, int thread) noexcept nogil:
     cdef float* scratch = job.scratch + thread * job.scratch_size
     cdef Py_ssize_t unit, row, chunk, column, h, t, at
     while True:
-        unit = next_unit(&job.counter)
+        unit = next_unit_in_turn(&job.counter)
         if unit >= shape.batch * shape.chunks:
             return
         row = unit // shape.chunks
@@ -536,7 +536,7 @@ cdef void mix_job(void* arg, int thread) noexcept nogil:
     cdef Py_ssize_t unit
     mix_scratch(job.scratch + thread * MIX_SCRATCH, &s)
     while True:
-        unit = next_unit(&job.counter)
+        unit = next_unit_in_turn(&job.counter)
         if unit >= job.shape.batch * job.shape.heads:
             return
         mix_head(job, unit // job.shape.heads, unit % job.shape.heads, &s)

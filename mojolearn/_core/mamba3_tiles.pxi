@@ -4,7 +4,7 @@
 # channels lie along the lanes, so that a sum over state rows, tokens or channels is walked by each lane alone.
 
 from mojolearn._core.elementary cimport *
-from mojolearn._core._pool cimport parallel_run
+from mojolearn._core._pool cimport next_unit_in_turn, run_in_turns
 from libc.string cimport memcpy, memset
 
 cdef extern from *:

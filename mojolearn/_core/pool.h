@@ -4,6 +4,9 @@
  * the workers that joined have returned; a worker that wakes too late finds the job closed. The worst case is
  * therefore the serial time plus the cost of a wake-up. One job runs at a time: a second caller, and a job started
  * from inside a job, run alone in their own thread. After a fork the child starts with no workers and makes its own.
+ *
+ * A long job is run in turns: once the time of a turn is over its threads get no more units and come back, the caller
+ * looks for signals, and the job is called again. It goes on where its counter stands.
  */
 #ifndef MOJOLEARN_POOL_H
 #define MOJOLEARN_POOL_H
@@ -11,19 +14,30 @@
 
 typedef void (*pool_job)(void *arg, int thread);
 
+#define POOL_TURN 200000000 /* nanoseconds; much longer than the longest unit of most jobs, so that few threads idle */
+#define POOL_NO_UNIT ((ptrdiff_t)1 << 40) /* beyond every unit, and small enough to be multiplied */
+
+typedef struct {
+    int64_t end;
+    int over; /* a thread was refused a unit */
+} pool_turn;
+
 #if defined(_WIN32)
 /* no POSIX threads: every job runs in the calling thread */
-static void pool_run(pool_job job, void *arg, int threads) {
-    (void)threads;
+static void pool_run(pool_job job, void *arg, int threads, pool_turn *turn) {
+    (void)threads, (void)turn;
     uint64_t saved = fp_enter();
     job(arg, 0);
     fp_leave(saved);
 }
+static void pool_turn_begin(pool_turn *turn) { turn->over = 0; }
+static ptrdiff_t pool_next_unit(ptrdiff_t *counter) { return next_unit(counter); }
 #else
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <time.h>
 #include <unistd.h>
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -47,6 +61,7 @@ static struct {
     atomic_flag busy;
     pool_job job;
     void *arg;
+    pool_turn *turn;
     int workers;
 #if !defined(__linux__)
     pthread_mutex_t mutex;
@@ -59,6 +74,36 @@ static struct {
           .changed = PTHREAD_COND_INITIALIZER,
 #endif
 };
+
+static _Thread_local pool_turn *pool_this_turn; /* of the job that this thread is in; NULL: it has all the time */
+
+static int64_t pool_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static void pool_turn_begin(pool_turn *turn) {
+    turn->end = pool_now() + POOL_TURN;
+    turn->over = 0;
+}
+
+/* next_unit, or POOL_NO_UNIT when the turn is over */
+static ptrdiff_t pool_next_unit(ptrdiff_t *counter) {
+    pool_turn *turn = pool_this_turn;
+    if (turn && pool_now() >= turn->end) {
+        __atomic_store_n(&turn->over, 1, __ATOMIC_RELAXED);
+        return POOL_NO_UNIT;
+    }
+    return next_unit(counter);
+}
+
+static void pool_call(pool_job job, void *arg, int thread, pool_turn *turn) {
+    pool_turn *outer = pool_this_turn;
+    pool_this_turn = turn;
+    job(arg, thread);
+    pool_this_turn = outer;
+}
 
 static void pool_sleep(uint32_t seen) {
 #if defined(__linux__)
@@ -100,7 +145,7 @@ static void *pool_worker(void *first) {
         while (!(state & POOL_CLOSED) && POOL_JOINED(state) < POOL_WANTED(state)) {
             if (atomic_compare_exchange_weak(&pool.state, &state, state + (1 << 16) + 1)) {
                 uint64_t saved = fp_enter();
-                pool.job(pool.arg, (int)POOL_JOINED(state) + 1);
+                pool_call(pool.job, pool.arg, (int)POOL_JOINED(state) + 1, pool.turn);
                 fp_leave(saved);
                 atomic_fetch_sub_explicit(&pool.state, 1, memory_order_release);
                 break;
@@ -141,21 +186,22 @@ static void pool_add_workers(int wanted) {
 }
 
 /* Runs job(arg, 0) here and job(arg, t), 0 < t < threads, in as many workers as come in time; all in exact mode. */
-static void pool_run(pool_job job, void *arg, int threads) {
+static void pool_run(pool_job job, void *arg, int threads, pool_turn *turn) {
     uint64_t saved = fp_enter();
     if (threads > POOL_MAX_THREADS) threads = POOL_MAX_THREADS;
     if (threads <= 1 || atomic_flag_test_and_set_explicit(&pool.busy, memory_order_acquire)) {
-        job(arg, 0);
+        pool_call(job, arg, 0, turn);
         fp_leave(saved);
         return;
     }
     if (pool.workers < threads - 1) pool_add_workers(threads - 1);
     pool.job = job;
     pool.arg = arg;
+    pool.turn = turn;
     atomic_store(&pool.state, (uint64_t)(threads - 1) << 32);
     atomic_fetch_add(&pool.generation, 1);
     if (atomic_load(&pool.sleepers)) pool_wake(threads - 1);
-    job(arg, 0);
+    pool_call(job, arg, 0, turn);
     atomic_fetch_or(&pool.state, POOL_CLOSED);
     for (int spins = 0; POOL_INSIDE(atomic_load_explicit(&pool.state, memory_order_acquire));) {
         if (spins++ < POOL_SPINS) cpu_relax();

@@ -40,6 +40,7 @@ cdef enum:
     PACK_UNITS = 4                     # panels packed at a time
     PRIVATE_BYTES = 900 << 10          # less than half of a 2 MiB second-level cache
     SHARED_BYTES = 32 << 20            # the shared operand is done in slices of at most this size
+    NARROW_PART = 1 << 26              # multiplications of a part where vectors have four lanes
     # Panels begin 64 bytes further than their length says: rows of equal panels at a distance of a multiple of 4096
     # bytes would fall on the same cache sets, and the packing writes up to a vector beyond a panel.
     PANEL_PAD = 16
@@ -432,7 +433,7 @@ cdef void multiply_job(void* arg, int thread) noexcept nogil:
     pack_shared(job)
     fp_fast()
     while True:
-        part = next_unit(&job.next_part)
+        part = next_unit_in_turn(&job.next_part)
         if part >= job.parts:
             break
         multiply_part(job, part, packed)
@@ -461,6 +462,8 @@ cdef Py_ssize_t plan(Product* job, int threads) noexcept nogil:
     per_thread = ceil_div(share, max(PRIVATE_BYTES // (4 * (stride if job.rows_private else PANEL * block)), 1))
     if threads > 1 and share > 4:
         per_thread = max(per_thread, 2)
+    if vlanes == 4:  # without wide vectors the parts of a large product would outlast a turn
+        per_thread = max(per_thread, ceil_div(ceil_div(job.m * job.n, threads) * job.steps, NARROW_PART))
     job.parts = min(threads * per_thread, panels)
     job.part_panels = ceil_div(panels, job.parts)
     job.levels = 0
@@ -518,7 +521,7 @@ cdef int multiply(Product* whole, int threads) except -1:
         job.shared = scratch.data
         job.private_memory = scratch.data + job.shared_floats
         with nogil:
-            parallel_run(multiply_job, &job, threads)
+            run_in_turns(multiply_job, &job, threads)
         give_scratch(scratch)
         done += slice_extent
     return 0
