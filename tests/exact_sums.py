@@ -9,25 +9,31 @@ EXPONENT, SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
 
 def flush(x):
     """F(x): a subnormal becomes the zero of its sign."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    bits = np.asarray(x, np.float32).view(np.uint32)
     return np.where(bits & EXPONENT == 0, bits & SIGN, bits).view(np.float32)
 
 
-def fma(a, b, c):
-    """F(a * b + c), rounded once.
+def fused(a, b, c):
+    """a * b + c, rounded once.
 
     The product is exact in float64. The sum is rounded to odd there (its last bit says whether anything was lost),
     after which the rounding to float32 cannot go wrong.
     """
-    a, b, c = (flush(x).astype(np.float64) for x in (a, b, c))
+    a, b, c = (np.asarray(x, np.float32).astype(np.float64) for x in (a, b, c))
     product = a * b
     total = product + c
     back = total - product
     error = (product - (total - back)) + (c - back)
-    bits = total.view(np.int64)
+    bits = np.asarray(total).view(np.int64)
     away = (error > 0) == (total > 0)
-    odd = np.where((error != 0) & (bits & 1 == 0), bits + np.where(away, 1, -1), bits).view(np.float64)
-    return flush(odd.astype(np.float32))
+    inexact = (error != 0) & np.isfinite(total)
+    odd = np.where(inexact & (bits & 1 == 0), bits + np.where(away, 1, -1), bits).view(np.float64)
+    return odd.astype(np.float32)
+
+
+def fma(a, b, c):
+    """F(a * b + c), rounded once."""
+    return flush(fused(flush(a), flush(b), flush(c)))
 
 
 def leaf_of(steps):
