@@ -27,6 +27,8 @@ WORDS = [
         fp.ROUNDING.values(), (0, fp.FLUSH_RESULTS, fp.FLUSH_RESULTS | fp.FLUSH_OPERANDS)
     )
 ]
+# exceptions that trap: invalid operation, division by zero, overflow, underflow
+WORDS.append(fp.DEFAULT & ~0x0E80)
 
 
 def run(program, timeout=60, **environment):
@@ -214,7 +216,7 @@ for i in range(12):
     except KeyboardInterrupt:
         waited = time.monotonic() - sent[0]
     thread.join()
-    assert waited < 1.0 + 2 * duration, waited
+    assert waited < 1.0, waited
     now = snapshot()
     steps = now["t"] - old["t"]
     if steps == 0:
