@@ -337,6 +337,7 @@ class SambaStack(SambaModel):
             the stack is as it was, on all ranks.
         """
         ids, targets = self._check_batch(inputs, targets)
+        self.accumulation_steps = as_index(self.accumulation_steps, "accumulation_steps", 1, _MAX_ITEMS)
         if len(ids) % self.accumulation_steps:
             raise ValueError(
                 f"accumulation_steps must divide the batch rows, got {self.accumulation_steps} for {len(ids)} rows"
@@ -388,6 +389,7 @@ class SambaStack(SambaModel):
             self._team.checked = False
 
     def _check_shards(self, ids):
+        self.n_shards = as_index(self.n_shards, "n_shards", 1)
         if len(ids) < self.n_shards:
             raise ValueError(f"inputs must have a row for each of the {self.n_shards} shards, got {len(ids)} rows")
 

@@ -4,6 +4,8 @@ A step that is refused changes nothing: every check, the finiteness of gradients
 before the single pass that updates all of them.
 """
 
+import math
+
 import numpy as np
 
 from mojolearn._arrays import as_flag, as_float32, as_index, as_real, describe
@@ -61,6 +63,7 @@ class _Optimizer:
         self._single = not isinstance(params, (list, tuple))
         self.params = arrays
         size = sum(array.size for array in arrays)
+        self._shapes = [array.shape for array in arrays]
         self.t = 0
         self.lr_ = None
         self.total_norm_ = None
@@ -129,10 +132,11 @@ class _Optimizer:
             A wrong count or shape, `max_norm` out of range, or a gradient, parameter, moment or total norm that is not
             finite. Parameters, gradients, moments and step count are then as they were.
         """
+        self._check_own_arrays()
         if max_norm is not None:
             max_norm = as_max_norm(max_norm)
         grads = self._check_grads(grads, rewritten=max_norm is not None)
-        t = as_index(self.t + 1, "t", 1, _MAX_STEP)
+        t = as_index(self.t, "t", 0, _MAX_STEP - 1) + 1
         lr = self._lr if self._lr_schedule is None else self._lr_schedule.lr_at(t)
         threads = get_num_threads()
         total, coefficient = self._examine(grads, max_norm, threads)
@@ -213,6 +217,20 @@ class _Optimizer:
             self.exp_avg_sq[...] = exp_avg_sq
             self.buf_initialized[...] = started
             self.t = t
+
+    def _check_own_arrays(self):
+        """Refuse arrays that were put in place of the optimizer's own and do not fit them."""
+        size = sum(math.prod(shape) for shape in self._shapes)
+        if [getattr(param, "shape", None) for param in self.params] != self._shapes:
+            raise ValueError(f"params must keep the shapes that the optimizer was made for, {self._shapes}")
+        named = [(f"params[{i}]", param, np.float32, param.shape) for i, param in enumerate(self.params)]
+        named += [(name, getattr(self, name), np.float32, (size,)) for name in ("exp_avg", "exp_avg_sq")]
+        named.append(("buf_initialized", self.buf_initialized, np.int32, (len(self._shapes),)))
+        for name, array, dtype, shape in named:
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
+                raise ValueError(f"{name} must be a {dtype.__name__} array of shape {shape}, got {describe(array)}")
+            if not array.flags.carray:
+                raise ValueError(f"{name} must be C-contiguous, aligned and writable")
 
     def _check_grads(self, grads, rewritten):
         if isinstance(grads, (list, tuple)):
