@@ -7,7 +7,7 @@
 # * A block of the sum (a power of two of leaves, so that it is a whole subtree of the fold) is packed and done at a time.
 #   The blocks are folded by a second counter whose partial results lie in the thread's scratch memory.
 # * The operand with fewer rows (of the output) is packed once and shared by all threads. The other is cut in blocks of
-#   about PRIVATE_BYTES that a thread packs for itself just before use, so that they are still in its cache.
+#   about private_bytes that a thread packs for itself just before use, so that they are still in its cache.
 # * Threads take packing units and blocks from counters. A thread waits only for packing units that another thread has
 #   taken, never for a thread as such.
 #
@@ -30,6 +30,7 @@ cdef extern from "tile.h" nogil:
         Py_ssize_t out_stride
     void tile_run(Py_ssize_t rows, const float* a, const float* b, const Leaf* leaf)
     void exact_tile_row(const float* x, Py_ssize_t x_step, const float* columns, Py_ssize_t row, const Leaf* leaf)
+    Py_ssize_t second_level_bytes()
     void transpose_block(const float* rows, Py_ssize_t stride, Py_ssize_t count, float* out, Py_ssize_t out_stride)
 
 cdef enum:
@@ -38,12 +39,14 @@ cdef enum:
     LEAF_LEVELS = 4                    # of the counter inside a block
     GROUP = 4                          # row panels that take turns at a leaf of a column panel
     PACK_UNITS = 4                     # panels packed at a time
-    PRIVATE_BYTES = 900 << 10          # less than half of a 2 MiB second-level cache
     SHARED_BYTES = 32 << 20            # the shared operand is done in slices of at most this size
     NARROW_PART = 1 << 26              # multiplications of a part where vectors have four lanes
     # Panels begin 64 bytes further than their length says: rows of equal panels at a distance of a multiple of 4096
     # bytes would fall on the same cache sets, and the packing writes up to a vector beyond a panel.
     PANEL_PAD = 16
+
+# A part of the private operand takes five eighths of the second-level cache.
+cdef Py_ssize_t private_bytes = max(second_level_bytes() // 8 * 5, <Py_ssize_t> (300 << 10))
 
 cdef enum Layout:
     BY_ROWS                            # (extent, steps)
@@ -457,11 +460,9 @@ cdef Py_ssize_t plan(Product* job, int threads) noexcept nogil:
     job.column_stride = PANEL * job.steps if job.columns_ready else PANEL * block + PANEL_PAD
     panels = job.row_panels if job.rows_private else job.column_panels
     stride = job.row_stride if job.rows_private else job.column_stride
-    # Parts fit the cache and are even; there are two or more for each thread, so that others can help a slow one out.
+    # Parts are even and fit the cache. There are no more of them than that takes: each reads the whole shared operand.
     share = ceil_div(panels, threads)
-    per_thread = ceil_div(share, max(PRIVATE_BYTES // (4 * (stride if job.rows_private else PANEL * block)), 1))
-    if threads > 1 and share > 4:
-        per_thread = max(per_thread, 2)
+    per_thread = ceil_div(share, max(private_bytes // (4 * (stride if job.rows_private else PANEL * block)), 1))
     if vlanes == 4:  # without wide vectors the parts of a large product would outlast a turn
         per_thread = max(per_thread, ceil_div(ceil_div(job.m * job.n, threads) * job.steps, NARROW_PART))
     job.parts = min(threads * per_thread, panels)

@@ -14,6 +14,9 @@
 #ifndef MOJOLEARN_TILE_H
 #define MOJOLEARN_TILE_H
 #include "simd.h"
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
 
 #define PANEL 32
 #define PANEL_VECTORS (PANEL / W)
@@ -184,12 +187,13 @@ MOJO_INLINE int tile_sums_double(const int rows, const float *a, const float *b,
 
 MOJO_INLINE void tile_body(const int rows, const float *a, const float *b, const Leaf *leaf) {
     vf acc[TILE_ROWS][TILE_VECTORS];
+    float *out = leaf->out;
+    ptrdiff_t out_stride = leaf->out_stride;
+    FOR_TILE(rows, r, q) __builtin_prefetch(out + r * out_stride + q * W, 1);
 #if MOJO_ISA == 1
     if (tile_sums_double(rows, a, b, leaf, acc))
 #endif
         tile_sums(rows, a, b, leaf, acc);
-    float *out = leaf->out;
-    ptrdiff_t out_stride = leaf->out_stride;
 #pragma GCC unroll 1
     for (ptrdiff_t i = 0; i < leaf->merges; i++) {
         const float *older = leaf->older[i].data;
@@ -237,6 +241,15 @@ static const TileKernel tile_kernels[TILE_ROWS + 1] = {
 
 MOJO_INLINE void tile_run(ptrdiff_t rows, const float *a, const float *b, const Leaf *leaf) {
     tile_kernels[rows](a, b, leaf);
+}
+
+/* Size of a core's second-level cache, or a guess. */
+MOJO_INLINE ptrdiff_t second_level_bytes(void) {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    long found = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    if (found > 0) return found;
+#endif
+    return 1 << 20;
 }
 
 /* ---- packing ------------------------------------------------------------------------------------------------------ */
