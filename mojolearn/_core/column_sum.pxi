@@ -1,6 +1,6 @@
 # Sums over tokens, and the merging of such sums.
 #
-# Only additions: the sum of two floats is a multiple of 2^-149, so what it loses by flushing in hardware is what F takes.
+# Only additions: the sum of two floats is a multiple of 2^-149, so flushing in hardware takes from it just what F does.
 
 cdef enum:
     SUM_VECTORS = 4
@@ -16,45 +16,36 @@ cdef struct ColumnSum:
 
 cdef void sum_columns(const ColumnSum* job, Py_ssize_t first) noexcept nogil:
     """SUM_VECTORS vectors of columns, from column ``first`` on."""
-    cdef vf stack[FOLD_LEVELS][SUM_VECTORS]
+    cdef vf waiting[FOLD_LEVELS][SUM_VECTORS]
     cdef vf acc[SUM_VECTORS]
-    cdef Py_ssize_t counts[FOLD_LEVELS]
-    cdef Py_ssize_t depth = 0, start = 0, end, count, t, q, n
+    cdef Py_ssize_t filled[SUM_VECTORS]
+    cdef Py_ssize_t levels[FOLD_LEVELS]
     cdef Py_ssize_t columns = min(job.width - first, <Py_ssize_t> (SUM_VECTORS * vlanes))
+    cdef Py_ssize_t leaves = ceil_div(job.count, job.leaf), leaf, merges, i, t, q
     cdef bint full = columns == SUM_VECTORS * vlanes
     cdef const float* row = job.rows + first
-    while True:
-        end = min(start + job.leaf, job.count)
-        for q in range(SUM_VECTORS):
-            acc[q] = vzero()
-            if job.seeded:
-                n = min(max(columns - q * vlanes, <Py_ssize_t> 0), <Py_ssize_t> vlanes)
-                acc[q] = vloadn(job.out + first + q * vlanes, n)
-        for t in range(start, end):
-            if full:
-                for q in range(SUM_VECTORS):
-                    acc[q] = vadd(vload(row + q * vlanes), acc[q])
-            else:
-                for q in range(SUM_VECTORS):
-                    n = min(max(columns - q * vlanes, <Py_ssize_t> 0), <Py_ssize_t> vlanes)
-                    acc[q] = vadd(vloadn(row + q * vlanes, n), acc[q])
-            row += job.stride
-        count = 1
-        while depth and (end == job.count or counts[depth - 1] == count):
-            depth -= 1
-            for q in range(SUM_VECTORS):
-                acc[q] = vadd(stack[depth][q], acc[q])
-            count *= 2
-        if end == job.count:
-            break
-        for q in range(SUM_VECTORS):
-            stack[depth][q] = acc[q]
-        counts[depth] = count
-        depth += 1
-        start = end
+    cdef float* out = job.out + first
     for q in range(SUM_VECTORS):
-        n = min(max(columns - q * vlanes, <Py_ssize_t> 0), <Py_ssize_t> vlanes)
-        vstoren(job.out + first + q * vlanes, acc[q], n)
+        filled[q] = min(max(columns - q * vlanes, <Py_ssize_t> 0), <Py_ssize_t> vlanes)
+    for leaf in range(leaves):
+        for q in range(SUM_VECTORS):
+            acc[q] = vloadn(out + q * vlanes, filled[q]) if job.seeded else vzero()
+        for t in range(leaf * job.leaf, min((leaf + 1) * job.leaf, job.count)):
+            for q in range(SUM_VECTORS):
+                if full:
+                    acc[q] = vadd(vload(row + q * vlanes), acc[q])
+                else:
+                    acc[q] = vadd(vloadn(row + q * vlanes, filled[q]), acc[q])
+            row += job.stride
+        merges = merged_levels(leaf, leaf == leaves - 1, levels)
+        for i in range(merges):
+            for q in range(SUM_VECTORS):
+                acc[q] = vadd(waiting[levels[i]][q], acc[q])
+        if leaf < leaves - 1:
+            for q in range(SUM_VECTORS):
+                waiting[merges][q] = acc[q]
+    for q in range(SUM_VECTORS):
+        vstoren(out + q * vlanes, acc[q], filled[q])
 
 
 cdef void column_sum_job(void* arg, int thread) noexcept nogil:

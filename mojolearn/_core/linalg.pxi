@@ -66,8 +66,8 @@ def gemm_tn(const float[:, :] a, const float[:, :] b, float[:, :] out, int threa
     check_product(a.shape[1], a.shape[0], b.shape[1], b.shape[0], out, threads)
     if leaf < 0:
         raise ValueError(f"leaf must not be negative, got {leaf}")
-    product(operand(a, "a", BY_STEPS), a.shape[1], operand(b, "b", BY_STEPS), b.shape[1], a.shape[0], out, threads, mode,
-            leaf, seed)
+    product(operand(a, "a", BY_STEPS), a.shape[1], operand(b, "b", BY_STEPS), b.shape[1], a.shape[0], out, threads,
+            mode, leaf, seed)
 
 
 def linear(const float[:, :] x, w, float[:, :] out, int threads, int mode=0):

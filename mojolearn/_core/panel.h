@@ -16,7 +16,8 @@
 #define UNROLLED(i, bound) _Pragma("GCC unroll 8") for (int i = 0; i < bound; i++)
 
 /* The PANEL columns of one step. Layouts: float32 [step][32]; bfloat16 [step][16] words, column i below column i + 16;
- * int8 [step / 2][16] words of u = code + 128 in the bytes (step, i), (step, i + 16), (step + 1, i), (step + 1, i + 16). */
+ * int8 [step / 2][16] words of u = code + 128 in the bytes (step, i), (step, i + 16), (step + 1, i) and
+ * (step + 1, i + 16). */
 MOJO_INLINE void panel_load(const int format, const char *panel, const float *scales, ptrdiff_t step, vf *columns) {
     if (format == PANEL_FLOAT32) {
         const float *at = (const float *)panel + step * PANEL;
@@ -132,7 +133,8 @@ MOJO_INLINE int matvec_double(const int format, const char *panel, const float *
 }
 #endif
 
-typedef void (*MatvecKernel)(const char *, ptrdiff_t, const float *, ptrdiff_t, ptrdiff_t, const float *const *, float *);
+typedef void (*MatvecKernel)(const char *, ptrdiff_t, const float *, ptrdiff_t, ptrdiff_t, const float *const *,
+                             float *);
 #if MOJO_ISA == 1
 #define MATVEC_SHORTCUT(format) if (!matvec_double(format, panels, scales, first, last, *x, out)) return;
 #else
@@ -145,8 +147,11 @@ typedef void (*MatvecKernel)(const char *, ptrdiff_t, const float *, ptrdiff_t, 
         MATVEC_SHORTCUT(format)                                                                                       \
         matvec_body(format, streams, rows, panels, panel_bytes, scales, first, last, x, out);                         \
     }
-#define MOJO_MATVEC_FORMATS(streams, rows) \
-    MOJO_MATVEC(0, streams, rows) MOJO_MATVEC(1, streams, rows) MOJO_MATVEC(2, streams, rows) MOJO_MATVEC(3, streams, rows)
+#define MOJO_MATVEC_FORMATS(streams, rows)    \
+    MOJO_MATVEC(0, streams, rows)             \
+    MOJO_MATVEC(1, streams, rows)             \
+    MOJO_MATVEC(2, streams, rows)             \
+    MOJO_MATVEC(3, streams, rows)
 #define MOJO_MATVEC_ENTRIES(streams, rows)                                                                    \
     {matvec_0_##streams##_##rows, matvec_1_##streams##_##rows, matvec_2_##streams##_##rows, matvec_3_##streams##_##rows}
 
@@ -229,7 +234,7 @@ MOJO_NOINLINE void panel_widen(int format, const char *panel, const float *scale
     }
 }
 
-/* ---- packing -------------------------------------------------------------------------------------------------------- */
+/* ---- packing ---- */
 typedef uint16_t mojo_halves __attribute__((vector_size(2 * W), aligned(1), may_alias));
 typedef int8_t mojo_bytes __attribute__((vector_size(W), aligned(1), may_alias));
 MOJO_INLINE vi load_halves(const uint16_t *p) { return __builtin_convertvector(*(const mojo_halves *)p, vi); }
@@ -253,8 +258,8 @@ MOJO_INLINE void store_bytes(int8_t *p, vi x) {
 #endif
 }
 
-/* W steps of bfloat16 (or W pairs of steps of int8) of the columns [q W, q W + W) and those 16 further. `columns` of the
- * panel exist; from `columns` on they read as 0. */
+/* W steps of bfloat16 (or W pairs of steps of int8) of the columns [q W, q W + W) and those 16 further. Columns of the
+ * panel from `columns` on do not exist and read as 0. */
 MOJO_INLINE void pack_halves(int int8, const char *rows, ptrdiff_t row_bytes, ptrdiff_t columns, int q, int32_t *out) {
     vf square[W];
     UNROLLED(h, W / 4) UNROLLED(l, 4) {

@@ -32,7 +32,8 @@ cdef enum:
 
 
 cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t streams, bint several, int log2_rows,
-                       const float** x, Py_ssize_t rows, float* out, Py_ssize_t out_stride, bint checked) noexcept nogil:
+                       const float** x, Py_ssize_t rows, float* out, Py_ssize_t out_stride,
+                       bint checked) noexcept nogil:
     """``streams`` neighbouring panels times at most MOST_ROWS rows.
 
     ``x`` has the rows in groups of 2**log2_rows, the last one filled up; ``rows`` of the results are wanted. All groups
@@ -95,8 +96,8 @@ cdef void panel_matvec(const PanelMatrix* w, const float* x, Py_ssize_t x_stride
         panel = first
         while panel < last:
             if panel + streams <= last:
-                matvec_group(w, panel, streams, streams > 1, log2_rows, group, taken, out + row * out_stride, out_stride,
-                             checked)
+                matvec_group(w, panel, streams, streams > 1, log2_rows, group, taken, out + row * out_stride,
+                             out_stride, checked)
                 panel += streams
             else:
                 matvec_group(w, panel, 1, False, log2_rows, group, taken, out + row * out_stride, out_stride, checked)

@@ -4,7 +4,7 @@
 # itself is in tile.h. Around it, from the inside out:
 #
 # * A few row panels take turns at one leaf of a column panel; the leaves are folded by a binary counter.
-# * A block of the sum (a power of two of leaves, so that it is a whole subtree of the fold) is packed and done at a time.
+# * A block of the sum (a power of two of leaves, so that it is a whole subtree of the fold) is packed and done at once.
 #   The blocks are folded by a second counter whose partial results lie in the thread's scratch memory.
 # * The operand with fewer rows (of the output) is packed once and shared by all threads. The other is cut in blocks of
 #   about private_bytes that a thread packs for itself just before use, so that they are still in its cache.
@@ -54,7 +54,7 @@ cdef enum Layout:
     BY_PANELS                          # a PanelMatrix
 
 
-# ---- scratch memory ---------------------------------------------------------------------------------------------------
+# ---- scratch memory ----
 
 cdef class Scratch:
     """Memory for packed operands, kept between calls: fresh pages cost as much as a small product."""
@@ -91,7 +91,7 @@ cdef void give_scratch(Scratch scratch):
         _free_scratch.append(scratch)
 
 
-# ---- packing ------------------------------------------------------------------------------------------------------------
+# ---- packing ----
 
 cdef void pack_rows(const float* rows, Py_ssize_t stride, Py_ssize_t count, Py_ssize_t steps, float* panel,
                     Py_ssize_t width) noexcept nogil:
@@ -129,7 +129,7 @@ cdef inline void pack_steps(const float* steps_data, Py_ssize_t stride, Py_ssize
         steps_data += stride
 
 
-# ---- one product -----------------------------------------------------------------------------------------------------
+# ---- one product ----
 
 cdef struct Operand:
     const float* data
@@ -214,7 +214,8 @@ cdef void pack_column_panels(const Product* job, Py_ssize_t first, Py_ssize_t la
         p += count
 
 
-cdef int32_t largest(const float* data, Py_ssize_t step, Py_ssize_t width, Py_ssize_t steps, int32_t* by_lane) noexcept nogil:
+cdef int32_t largest(const float* data, Py_ssize_t step, Py_ssize_t width, Py_ssize_t steps,
+                     int32_t* by_lane) noexcept nogil:
     """Bits of the largest magnitude in ``steps`` groups of ``width`` floats; ``by_lane`` gets those of each position
     modulo vlanes. (NaN counts as larger than infinity.)"""
     cdef vi even = viset(0), odd = viset(0), magnitude = viset(INT32_MAX)
@@ -252,7 +253,8 @@ cdef void redo_tile(Py_ssize_t rows, const float* a, const float* b, const Leaf*
             exact_tile_row(a + r, rows, b, r, leaf)
 
 
-cdef inline void compute_tile(const Product* job, Py_ssize_t rows, const float* a, const float* b, Leaf* leaf) noexcept nogil:
+cdef inline void compute_tile(const Product* job, Py_ssize_t rows, const float* a, const float* b,
+                              Leaf* leaf) noexcept nogil:
     """One leaf of one tile."""
     tile_run(rows, a, b, leaf)
     if job.checked and fp_underflowed():
@@ -303,14 +305,19 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
     cdef Py_ssize_t leaves = ceil_div(block.steps, job.leaf), columns = min(job.n - column, <Py_ssize_t> TILE_COLUMNS)
     cdef Py_ssize_t t, i, r, row, rows, merges
     cdef bint ends
+    cdef const float* a_leaf
+    cdef const float* b_leaf
+    cdef float* partial
     cdef Leaf leaf
     for t in range(leaves):
         ends = t == leaves - 1
         leaf.steps = min(job.leaf, block.steps - t * job.leaf)
         merges = merged_levels(t, ends, levels)
+        b_leaf = b + t * job.leaf * PANEL
         for i in range(first, last):
             row = first_row(job, i)
             rows = panel_rows(job, i)
+            a_leaf = a + (i - first) * job.row_stride + t * job.leaf * rows
             leaf.seed = NULL
             leaf.older = older
             leaf.merges = merges
@@ -320,25 +327,24 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
             if not ends:
                 leaf.out = waiting[merges][i - first]
                 leaf.out_stride = TILE_COLUMNS
-                compute_tile(job, rows, a + (i - first) * job.row_stride + t * job.leaf * rows, b + t * job.leaf * PANEL, &leaf)
+                compute_tile(job, rows, a_leaf, b_leaf, &leaf)
                 continue
+            partial = block.partial + (row - block.row0) * block.stride + column - block.column0
             for r in range(block.merges):
-                older[merges + r].data = (block.partial + block.levels[r] * block.level_floats
-                                          + (row - block.row0) * block.stride + column - block.column0)
+                older[merges + r].data = partial + block.levels[r] * block.level_floats
                 older[merges + r].stride = block.stride
             leaf.merges = merges + block.merges
-            if block.last:
-                leaf.out = job.out + row * job.out_stride + column
-                leaf.out_stride = job.out_stride
-            else:
-                leaf.out = (block.partial + block.merges * block.level_floats
-                            + (row - block.row0) * block.stride + column - block.column0)
+            if not block.last:
+                leaf.out = partial + block.merges * block.level_floats
                 leaf.out_stride = block.stride
-            if block.last and (columns < TILE_COLUMNS or job.seeded):
-                compute_edge_tile(job, rows, a + (i - first) * job.row_stride + t * job.leaf * rows,
-                                  b + t * job.leaf * PANEL, columns, &leaf)
+                compute_tile(job, rows, a_leaf, b_leaf, &leaf)
+                continue
+            leaf.out = job.out + row * job.out_stride + column
+            leaf.out_stride = job.out_stride
+            if columns < TILE_COLUMNS or job.seeded:
+                compute_edge_tile(job, rows, a_leaf, b_leaf, columns, &leaf)
             else:
-                compute_tile(job, rows, a + (i - first) * job.row_stride + t * job.leaf * rows, b + t * job.leaf * PANEL, &leaf)
+                compute_tile(job, rows, a_leaf, b_leaf, &leaf)
 
 
 cdef void pack_shared(Product* job) noexcept nogil:
@@ -538,8 +544,8 @@ cdef Operand operand(const float[:, :] x, str name, Layout layout) except *:
     return result
 
 
-cdef int product(Operand a, Py_ssize_t m, Operand b, Py_ssize_t n, Py_ssize_t steps, float[:, :] out, int threads, int mode,
-                 Py_ssize_t leaf=0, bint seed=False) except -1:
+cdef int product(Operand a, Py_ssize_t m, Operand b, Py_ssize_t n, Py_ssize_t steps, float[:, :] out, int threads,
+                 int mode, Py_ssize_t leaf=0, bint seed=False) except -1:
     cdef Product job
     job.a = a
     job.b = b

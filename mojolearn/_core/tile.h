@@ -52,7 +52,7 @@ typedef struct {
     ptrdiff_t out_stride;
 } Leaf;
 
-/* ---- one row, exactly, in spite of underflow -------------------------------------------------------------------- */
+/* ---- one row, exactly, in spite of underflow ---- */
 /* F(fma(x, w, sum)) under gradual underflow, in memory so that it stays between the two changes of mode */
 MOJO_NOINLINE void gradual_step(float x, const vf *w, vf *sum, ptrdiff_t vectors) {
     fp_exact();
@@ -65,7 +65,8 @@ MOJO_NOINLINE void gradual_step(float x, const vf *w, vf *sum, ptrdiff_t vectors
 /* zero where |x| is next to the border */
 MOJO_INLINE vi border_distance(vf x) {
 #if MOJO_ISA == 3
-    return (vi)_mm512_ternarylogic_epi32((__m512i)x, _mm512_set1_epi32(INT32_MAX), _mm512_set1_epi32(BELOW_BORDER), 0x6a);
+    const __m512i magnitude = _mm512_set1_epi32(INT32_MAX), border = _mm512_set1_epi32(BELOW_BORDER);
+    return (vi)_mm512_ternarylogic_epi32((__m512i)x, magnitude, border, 0x6a); /* (x & magnitude) ^ border */
 #else
     return vixor(viand(vasint(x), viset(INT32_MAX)), viset(BELOW_BORDER));
 #endif
@@ -118,7 +119,7 @@ MOJO_NOINLINE void exact_tile_row(const float *x, ptrdiff_t x_step, const float 
     for (int q = 0; q < TILE_VECTORS; q++) vstore(leaf->out + row * leaf->out_stride + q * W, acc[q]);
 }
 
-/* ---- the tile of the products of many rows ------------------------------------------------------------------------ */
+/* ---- the tile of the products of many rows ---- */
 /* Every loop over the accumulators is unrolled, or they would live in memory. */
 #define FOR_TILE(rows, r, q)                                 \
     _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) \
@@ -252,7 +253,7 @@ MOJO_INLINE ptrdiff_t second_level_bytes(void) {
     return 1 << 20;
 }
 
-/* ---- packing ------------------------------------------------------------------------------------------------------ */
+/* ---- packing ---- */
 /* W steps of up to W rows, transposed: out[p * out_stride + i] = rows[i * stride + p]; rows from `count` on read as 0.
  * Writes W floats for every step. */
 MOJO_INLINE void transpose_block(const float *rows, ptrdiff_t stride, ptrdiff_t count, float *out,
