@@ -13,6 +13,9 @@ __all__ = ["TransformerBlock", "TransformerState"]
 # The profile's sine and cosine are defined up to 8192 radians, the angle of the last position's first pair.
 _LAST_POSITIONS = 8192
 
+# What a block is made for; the kernels rely on it without asking again.
+_FIXED = frozenset(("n_heads", "n_kv_heads", "head_dim", "window", "rope_theta", "max_positions", "norm_eps"))
+
 _rope_tables = {}
 
 
@@ -214,6 +217,11 @@ class TransformerBlock(Block):
             as_real(norm_eps, "norm_eps", 0.0, 3e38),
         )
         self._setup(views, mode, weight_format)
+
+    def __setattr__(self, name, value):
+        if name in _FIXED and name in self.__dict__:
+            raise AttributeError(f"{name} is fixed when a TransformerBlock is made, got {value!r} for it later")
+        super().__setattr__(name, value)
 
     @classmethod
     def _from_views(cls, views, mode, *, n_heads, n_kv_heads=None, head_dim=None, window=0):
