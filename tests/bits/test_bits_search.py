@@ -262,7 +262,8 @@ def _block(draw, kind, block, length, modes, backward):
         out = {"identical y": plain_block(*args)}
         if backward:
             out |= {f"identical {key}": value for key, value in plain_block(*args, dy=dy).items()}
-        return out
+        # Past an overflow the profile says no more than that something is not finite.
+        return out if all(np.isfinite(value).all() for value in out.values()) else {}
 
     return run, model
 
