@@ -79,15 +79,6 @@ cdef struct PackJob:
     bint nonfinite
 
 
-cdef bint finite_row(const float* x, Py_ssize_t n) noexcept nogil:
-    cdef vi largest = viset(0x7F7FFFFF), seen = viset(0)
-    cdef Py_ssize_t i = 0
-    while i < n:
-        seen = vior(seen, vigt(vasint(vabs(load_lanes(x + i, n - i))), largest))
-        i += vlanes
-    return not vany(seen)
-
-
 cdef void pack_job(void* arg, int thread) noexcept nogil:
     cdef PackJob* job = <PackJob*> arg
     cdef Py_ssize_t unit, b, kv, j, position, hd = job.head_dim
@@ -102,7 +93,7 @@ cdef void pack_job(void* arg, int thread) noexcept nogil:
         for j in range(job.cached):
             position = job.first_cached + j
             memcpy(out, job.cache + (unit * job.slots + position % job.slots) * hd, hd * sizeof(float))
-            if not finite_row(out, hd):
+            if not all_lanes_finite(out, hd):
                 job.nonfinite = True
             memset(out + hd, 0, (job.width - hd) * sizeof(float))
             out += job.width

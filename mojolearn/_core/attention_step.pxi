@@ -10,18 +10,6 @@ cdef enum:
     SCORE_LEAF = 128
 
 
-cdef inline vf load_lanes(const float* p, Py_ssize_t n) noexcept nogil:
-    """A vector, of which the first n > 0 lanes are there."""
-    return vload(p) if n >= vlanes else vloadn(p, n)
-
-
-cdef inline void store_lanes(float* p, vf x, Py_ssize_t n) noexcept nogil:
-    if n >= vlanes:
-        vstore(p, x)
-    else:
-        vstoren(p, x, n)
-
-
 cdef void rotate(float* x, const float* cosines, const float* sines, Py_ssize_t half, bint inverse) noexcept nogil:
     """Rotate one head in place; element i pairs with element i + half. ``inverse`` rotates the other way."""
     cdef Py_ssize_t i = 0, n

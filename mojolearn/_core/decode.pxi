@@ -16,8 +16,10 @@ import numpy as np
 from mojolearn._core._pool cimport parallel_run
 from mojolearn._core.elementary cimport *
 from mojolearn._core.simd cimport *
+from mojolearn._core.vectors cimport all_lanes_finite, load_lanes, store_lanes
 
 include "fold.pxi"
+include "row_sums.pxi"
 include "panel.pxi"
 include "attention_step.pxi"
 include "mamba3_tiles.pxi"
@@ -27,7 +29,6 @@ include "mamba3_step.pxi"
 cdef enum:
     MAX_ROWS = 8                # rows of a step; more are better served by the matrix products
     FAST = 2
-    BLOCK_NORM_LANES = 32
 
 cdef float ATTENTION_EPS = 1e-6
 
@@ -139,74 +140,11 @@ cdef inline void add_residual(const Step* step, const PanelMatrix* matrix, Py_ss
 
 # ---- norms -------------------------------------------------------------------------------------------------------------
 
-cdef bint all_rows_finite(const float* x, Py_ssize_t n) noexcept nogil:
-    cdef vi largest = viset(0x7F7FFFFF), seen = viset(0)
-    cdef Py_ssize_t i = 0
-    while i < n:
-        seen = vior(seen, vigt(vasint(vabs(load_lanes(x + i, n - i))), largest))
-        i += vlanes
-    return not vany(seen)
-
-
-cdef void serial_squares(const float* x, Py_ssize_t width, Py_ssize_t rows, float* out) noexcept nogil:
-    """Sum of squares of each row, one chain a row; the rows' chains run side by side."""
-    cdef float total[MAX_ROWS]
-    cdef Py_ssize_t r, j
-    if rows == 1:
-        total[0] = 0
-        for j in range(width):
-            total[0] = sfma(x[j], x[j], total[0])
-    else:
-        memset(total, 0, sizeof(total))
-        for j in range(width):
-            for r in range(rows):
-                total[r] = sfma(x[r * width + j], x[r * width + j], total[r])
-    for r in range(rows):
-        out[r] = total[r]
-
-
-cdef void lane_squares(const float* x, Py_ssize_t width, Py_ssize_t rows, float* out) noexcept nogil:
-    """Sum of squares of each row in the Mamba block norm's order: 32 strided chains, added by adjacent pairs."""
-    cdef float partial[BLOCK_NORM_LANES]
-    cdef vf total
-    cdef Py_ssize_t r, j, first, half, i
-    for r in range(rows):
-        first = 0
-        while first < BLOCK_NORM_LANES:
-            total = vzero()
-            j = first
-            while j < width:            # the width is a multiple of 32
-                total = vfma(vload(x + r * width + j), vload(x + r * width + j), total)
-                j += BLOCK_NORM_LANES
-            vstore(partial + first, total)
-            first += vlanes
-        half = BLOCK_NORM_LANES // 2
-        while half:
-            for i in range(half):
-                partial[i] = sadd(partial[2 * i], partial[2 * i + 1])
-            half //= 2
-        out[r] = partial[0]
-
-
 cdef void normalize(Step* step, Py_ssize_t layer, const float* weight, float eps, bint lanes, float* out) noexcept nogil:
     """The norm of all rows of x into ``out``; notes when the rows, the output of ``layer``, are not finite."""
-    cdef float squares[MAX_ROWS]
-    cdef float scale
-    cdef Py_ssize_t r, j, n, width = step.width
-    if not all_rows_finite(step.x, step.rows * width) and step.nonfinite_layer == -2:
+    if not all_lanes_finite(step.x, step.rows * step.width) and step.nonfinite_layer == -2:
         step.nonfinite_layer = layer
-    if lanes:
-        lane_squares(step.x, width, step.rows, squares)
-    else:
-        serial_squares(step.x, width, step.rows, squares)
-    for r in range(step.rows):
-        scale = sflush(srsqrt(sflush(sadd(sdiv(squares[r], <float> width), eps))))
-        j = 0
-        while j < width:
-            n = width - j
-            store_lanes(out + r * width + j,
-                        vflush(vmul(load_lanes(weight + j, n), vmul(load_lanes(step.x + r * width + j, n), vset(scale)))), n)
-            j += vlanes
+    norm_rows(step.x, weight, step.width, step.rows, eps, lanes, out, NULL)
 
 
 # ---- attention ---------------------------------------------------------------------------------------------------------

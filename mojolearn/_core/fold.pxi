@@ -13,7 +13,7 @@ cdef inline Py_ssize_t ceil_div(Py_ssize_t a, Py_ssize_t b) noexcept nogil:
 cdef inline Py_ssize_t profile_leaf(Py_ssize_t steps) noexcept nogil:
     """Length of a leaf of a sum of ``steps`` terms."""
     if steps <= LEAF:
-        return steps
+        return max(steps, <Py_ssize_t> 1)
     if ceil_div(steps, LEAF) <= MOST_LEAVES:
         return LEAF
     return ceil_div(steps, MOST_LEAVES)

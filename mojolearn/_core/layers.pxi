@@ -15,145 +15,18 @@ from libc.string cimport memset
 from mojolearn._core._pool cimport next_unit_in_turn, parallel_run, run_in_turns
 from mojolearn._core.elementary cimport slog, ssqrt, vexp, vlog, vrsqrt, vsincos
 from mojolearn._core.simd cimport *
+from mojolearn._core.vectors cimport all_lanes_finite, load_lanes, store_lanes
+
+include "fold.pxi"
+include "row_sums.pxi"
 
 cdef enum:
-    LEAF = 128              # terms of a leaf of a sum of up to MAX_LEAVES * LEAF terms
-    MAX_LEAVES = 1024
     BLOCK = 16384           # elements of one unit of element-wise work: 64 KiB, so that reads run ahead
     LEAVES_PER_UNIT = 64
     SCRATCH = 65536         # floats of a thread's loss scratch, unless a single row needs more: half of a small L2
     WORDS = 256             # random words turned into values at a time
-    BLOCK_NORM_LANES = 32   # partial sums of the Mamba block norm
-
-# what a chain adds: x_j, x_j * x_j, or (x_j * w_j) * y_j
-cdef enum Term:
-    VALUES
-    SQUARES
-    WEIGHTED_PRODUCTS
-
-
-cdef inline vf load(const float* p, Py_ssize_t n) noexcept nogil:
-    """The next vector of an array that has n > 0 elements left."""
-    if n >= vlanes:
-        return vload(p)
-    return vloadn(p, n)
-
-
-cdef inline void store(float* p, vf x, Py_ssize_t n) noexcept nogil:
-    if n >= vlanes:
-        vstore(p, x)
-    else:
-        vstoren(p, x, n)
-
 
 # ---- sums --------------------------------------------------------------------------------------------------------
-
-cdef inline Py_ssize_t leaf_size(Py_ssize_t terms) noexcept nogil:
-    if terms <= 0:
-        return 1
-    if terms <= LEAF:
-        return terms
-    if terms <= LEAF * MAX_LEAVES:
-        return LEAF
-    return (terms + MAX_LEAVES - 1) // MAX_LEAVES
-
-
-cdef float fold_pairs(float* leaves, Py_ssize_t count) noexcept nogil:
-    """Sum of the leaves by adjacent pairs, level by level; an odd last one moves up. Overwrites `leaves`."""
-    cdef Py_ssize_t half, i
-    if count == 0:
-        return 0.0
-    while count > 1:
-        half = count // 2
-        for i in range(half):
-            leaves[i] = sadd(leaves[2 * i], leaves[2 * i + 1])
-        if count & 1:
-            leaves[half] = leaves[count - 1]
-            half += 1
-        count = half
-    return sflush(leaves[0])
-
-
-cdef inline float chain_alone(Term term, const float* x, const float* y, const float* w,
-                              Py_ssize_t n) noexcept nogil:
-    cdef float total = 0.0
-    cdef Py_ssize_t j
-    if term == VALUES:
-        for j in range(n):
-            total = sadd(x[j], total)
-    elif term == SQUARES:
-        for j in range(n):
-            total = sfma(x[j], x[j], total)
-    else:
-        for j in range(n):
-            total = sfma(smul(x[j], w[j]), y[j], total)
-    return total
-
-
-cdef void chains(Term term, const float** x, const float** y, const float* w, Py_ssize_t n, Py_ssize_t count,
-                 float* out) noexcept nogil:
-    """out[l] = the chain over n terms of x[l] (and y[l], w), for l < count <= vlanes: one chain a lane.
-
-    x and y have room for vlanes pointers; those from `count` on are overwritten.
-    """
-    cdef vf columns[vlanes]
-    cdef vf others[vlanes]
-    cdef vf total = vzero()
-    cdef Py_ssize_t j = 0, l, steps
-    if count == 1:
-        out[0] = chain_alone(term, x[0], x[0] if y == NULL else y[0], w, n)
-        return
-    for l in range(count, vlanes):
-        x[l] = x[0]
-        if y != NULL:
-            y[l] = y[0]
-    while j + vlanes <= n:
-        for l in range(vlanes):
-            columns[l] = vload(x[l] + j)
-        vtranspose(columns)
-        if term == VALUES:
-            for l in range(vlanes):
-                total = vadd(columns[l], total)
-        elif term == SQUARES:
-            for l in range(vlanes):
-                total = vfma(columns[l], columns[l], total)
-        else:
-            for l in range(vlanes):
-                others[l] = vload(y[l] + j)
-            vtranspose(others)
-            for l in range(vlanes):
-                total = vfma(vmul(columns[l], vset(w[j + l])), others[l], total)
-        j += vlanes
-    steps = n - j
-    if steps:
-        for l in range(vlanes):
-            columns[l] = vloadn(x[l] + j, steps)
-        vtranspose(columns)
-        if term == WEIGHTED_PRODUCTS:
-            for l in range(vlanes):
-                others[l] = vloadn(y[l] + j, steps)
-            vtranspose(others)
-        for l in range(steps):
-            if term == VALUES:
-                total = vadd(columns[l], total)
-            elif term == SQUARES:
-                total = vfma(columns[l], columns[l], total)
-            else:
-                total = vfma(vmul(columns[l], vset(w[j + l])), others[l], total)
-    vstoren(out, total, count)
-
-
-cdef inline void row_chains(Term term, const float* x, const float* y, const float* w, Py_ssize_t width,
-                            Py_ssize_t count, float* out) noexcept nogil:
-    """Chains over `count` <= vlanes consecutive rows of `width` terms."""
-    cdef const float* rows[vlanes]
-    cdef const float* others[vlanes]
-    cdef Py_ssize_t l
-    for l in range(count):
-        rows[l] = x + l * width
-        others[l] = y + l * width if y != NULL else x
-    chains(term, rows, others, w, width, count, out)
-
 
 cdef class FoldSum:
     """Fold of `total` values that arrive in pieces; a leaf that a piece leaves open is continued by the next.
@@ -175,10 +48,10 @@ cdef class FoldSum:
     """
     cdef Py_ssize_t leaf, filled, count
     cdef float open_leaf
-    cdef float leaves[MAX_LEAVES]
+    cdef float leaves[MOST_LEAVES]
 
     def __cinit__(self, Py_ssize_t total):
-        self.leaf = leaf_size(total)
+        self.leaf = profile_leaf(total)
         self.filled = self.count = 0
         self.open_leaf = 0.0
 
@@ -189,7 +62,7 @@ cdef class FoldSum:
         for i in range(values.shape[0]):
             self.open_leaf = sadd(values[i], self.open_leaf)
             self.filled += 1
-            if self.filled == self.leaf and self.count < MAX_LEAVES - 1:
+            if self.filled == self.leaf and self.count < MOST_LEAVES - 1:
                 self.leaves[self.count] = self.open_leaf
                 self.count += 1
                 self.filled = 0
@@ -198,7 +71,7 @@ cdef class FoldSum:
 
     def result(self, float divisor=1.0):
         """Sum of what has come so far, divided by `divisor`; more values may follow."""
-        cdef float leaves[MAX_LEAVES]
+        cdef float leaves[MOST_LEAVES]
         cdef Py_ssize_t i, count = self.count
         cdef float sum_
         cdef uint64_t saved = fp_enter()
@@ -226,78 +99,15 @@ cdef struct NormJob:
     Py_ssize_t counter
 
 
-cdef void block_norm_sums(const float* x, Py_ssize_t width, Py_ssize_t count, float* out) noexcept nogil:
-    """Sums of squares of `count` <= vlanes rows in the order of the Mamba block norm.
-
-    Term j goes to chain j mod 32; the 32 chains are added by adjacent pairs. The pairs are formed for all rows at once,
-    a row to a lane.
-    """
-    cdef float partial[vlanes * BLOCK_NORM_LANES]
-    cdef vf columns[BLOCK_NORM_LANES]
-    cdef vf total
-    cdef Py_ssize_t r, j, l, first, half
-    for r in range(count):
-        first = 0
-        while first < BLOCK_NORM_LANES:
-            total = vzero()
-            j = first
-            while j + vlanes <= width:
-                total = vfma(vload(x + r * width + j), vload(x + r * width + j), total)
-                j += BLOCK_NORM_LANES
-            j = (width // BLOCK_NORM_LANES) * BLOCK_NORM_LANES + first
-            if j < width < j + vlanes:      # a square chain is never -0, so zeros beyond the end add nothing
-                total = vfma(vloadn(x + r * width + j, width - j), vloadn(x + r * width + j, width - j), total)
-            vstore(partial + r * BLOCK_NORM_LANES + first, total)
-            first += vlanes
-    first = 0
-    while first < BLOCK_NORM_LANES:
-        for r in range(vlanes):
-            columns[first + r] = vload(partial + min(r, count - 1) * BLOCK_NORM_LANES + first)
-        vtranspose(columns + first)
-        first += vlanes
-    half = BLOCK_NORM_LANES // 2
-    while half:
-        for l in range(half):
-            columns[l] = vadd(columns[2 * l], columns[2 * l + 1])
-        half //= 2
-    vstoren(out, columns[0], count)
-
-
-cdef inline vf inverse_rms(vf sumsq, Py_ssize_t width, float eps) noexcept nogil:
-    return vflush(vrsqrt(vflush(vadd(vdiv(sumsq, vset(<float> width)), vset(eps)))))
-
-
 cdef void norm_forward_job(void* arg, int tid) noexcept nogil:
     cdef NormJob* job = <NormJob*> arg
-    cdef float sums[vlanes]
-    cdef float scales[vlanes]
-    cdef Py_ssize_t first, count, r, j, left, width = job.width
-    cdef const float* x
-    cdef float* out
-    cdef vf scale
+    cdef Py_ssize_t first
     while True:
         first = next_unit(&job.counter) * vlanes
         if first >= job.rows:
             return
-        count = min(<Py_ssize_t> vlanes, job.rows - first)
-        x = job.x + first * width
-        memset(sums, 0, sizeof(sums))
-        if job.lanes:
-            block_norm_sums(x, width, count, sums)
-        else:
-            row_chains(SQUARES, x, NULL, NULL, width, count, sums)
-        vstore(scales, inverse_rms(vload(sums), width, job.eps))
-        for r in range(count):
-            if job.sumsq != NULL:
-                job.sumsq[first + r] = sflush(sums[r])
-            scale = vset(scales[r])
-            x = job.x + (first + r) * width
-            out = job.out + (first + r) * width
-            j = 0
-            while j < width:
-                left = width - j
-                store(out + j, vflush(vmul(load(job.w + j, left), vmul(load(x + j, left), scale))), left)
-                j += vlanes
+        norm_rows(job.x + first * job.width, job.w, job.width, min(<Py_ssize_t> vlanes, job.rows - first), job.eps,
+                  job.lanes, job.out + first * job.width, NULL if job.sumsq == NULL else job.sumsq + first)
 
 
 def rms_norm_forward(const float[:, ::1] x, const float[::1] w, float eps, float[:, ::1] out, float[::1] sumsq,
@@ -384,12 +194,13 @@ cdef void norm_backward_job(void* arg, int tid) noexcept nogil:
             j = 0
             while j < width:
                 left = width - j
-                norm_gradient(load(job.dy + at + j, left), load(job.x + at + j, left), load(job.w + j, left), scale,
+                norm_gradient(load_lanes(job.dy + at + j, left), load_lanes(job.x + at + j, left),
+                              load_lanes(job.w + j, left), scale,
                               shift, job.collapsed, &dx, &row)
                 if job.residual != NULL:
-                    dx = vadd(dx, load(job.residual + at + j, left))
-                store(job.dx + at + j, vflush(dx), left)
-                store(job.rows_out + at + j, row, left)
+                    dx = vadd(dx, load_lanes(job.residual + at + j, left))
+                store_lanes(job.dx + at + j, vflush(dx), left)
+                store_lanes(job.rows_out + at + j, row, left)
                 j += vlanes
 
 
@@ -455,7 +266,8 @@ cdef void add_job(void* arg, int tid) noexcept nogil:
         last = min(job.n, first + BLOCK)
         i = first
         while i < last:
-            store(job.out + i, vflush(vadd(load(job.a + i, last - i), load(job.b + i, last - i))), last - i)
+            store_lanes(job.out + i, vflush(vadd(load_lanes(job.a + i, last - i), load_lanes(job.b + i, last - i))),
+                        last - i)
             i += vlanes
 
 
@@ -511,16 +323,6 @@ cdef float* write_pointer(array, Py_ssize_t* n) except NULL:
     return &view[0]
 
 
-cdef bint block_finite(const float* x, Py_ssize_t n) noexcept nogil:
-    cdef vi exponent = viset(0x7F800000), worst = viset(0)
-    cdef Py_ssize_t i
-    i = 0
-    while i < n:
-        worst = vior(worst, vieq(viand(vasint(load(x + i, n - i)), exponent), exponent))
-        i += vlanes
-    return not vany(worst)
-
-
 cdef void finite_job(void* arg, int tid) noexcept nogil:
     cdef PiecesJob* job = <PiecesJob*> arg
     cdef Py_ssize_t unit, first, s = 0
@@ -531,7 +333,7 @@ cdef void finite_job(void* arg, int tid) noexcept nogil:
         while unit >= job.pieces[s + 1].first_unit:
             s += 1
         first = (unit - job.pieces[s].first_unit) * BLOCK
-        if not block_finite(job.pieces[s].second + first, min(<Py_ssize_t> BLOCK, job.pieces[s].n - first)):
+        if not all_lanes_finite(job.pieces[s].second + first, min(<Py_ssize_t> BLOCK, job.pieces[s].n - first)):
             job.pieces[s].flag = True
 
 
@@ -601,7 +403,7 @@ cdef void embedding_forward_job(void* arg, int tid) noexcept nogil:
             out = job.out + t * width
             j = 0
             while j < width:
-                store(out + j, vflush(load(row + j, width - j)), width - j)
+                store_lanes(out + j, vflush(load_lanes(row + j, width - j)), width - j)
                 j += vlanes
 
 
@@ -634,7 +436,7 @@ cdef void embedding_backward_job(void* arg, int tid) noexcept nogil:
             cell = job.out + job.ids[t] * width + first
             j = 0
             while j < n:
-                store(cell + j, vflush(vadd(load(cell + j, n - j), load(dy + j, n - j))), n - j)
+                store_lanes(cell + j, vflush(vadd(load_lanes(cell + j, n - j), load_lanes(dy + j, n - j))), n - j)
                 j += vlanes
 
 
@@ -708,7 +510,7 @@ cdef float row_max(const float* x, Py_ssize_t n, bint* finite) noexcept nogil:
 
 cdef void folds(const float* values, Py_ssize_t rows, Py_ssize_t n, float* leaves, float* out) noexcept nogil:
     """out[r] = fold of row r of (rows, n) values. Lanes are whole leaves of all rows, then the short last ones."""
-    cdef Py_ssize_t leaf = leaf_size(n), whole = n // leaf, count = (n + leaf - 1) // leaf
+    cdef Py_ssize_t leaf = profile_leaf(n), whole = n // leaf, count = (n + leaf - 1) // leaf
     cdef const float* starts[vlanes]
     cdef float sums[vlanes]
     cdef Py_ssize_t i, l, r, lanes
@@ -740,7 +542,7 @@ cdef void exp_row(const float* x, float largest, Py_ssize_t n, float* out) noexc
     cdef Py_ssize_t i
     i = 0
     while i < n:
-        store(out + i, vexp(vsub(load(x + i, n - i), shift)), n - i)
+        store_lanes(out + i, vexp(vsub(load_lanes(x + i, n - i), shift)), n - i)
         i += vlanes
 
 
@@ -749,7 +551,7 @@ cdef void log_probability_row(const float* x, float largest, float log_sum, Py_s
     cdef Py_ssize_t i
     i = 0
     while i < n:
-        store(out + i, vsub(vsub(load(x + i, n - i), shift), total), n - i)
+        store_lanes(out + i, vsub(vsub(load_lanes(x + i, n - i), shift), total), n - i)
         i += vlanes
 
 
@@ -762,15 +564,15 @@ cdef void gradient_row(const float* e, float total, float other, float divisor, 
     cdef Py_ssize_t i
     i = 0
     while i < n:
-        d = vsub(vdiv(load(e + i, n - i), sums), others)
+        d = vsub(vdiv(load_lanes(e + i, n - i), sums), others)
         d = vmul(d, last) if multiply else vdiv(d, last)
-        store(out + i, vflush(d), n - i)
+        store_lanes(out + i, vflush(d), n - i)
         i += vlanes
 
 
 cdef void loss_job(void* arg, int tid) noexcept nogil:
     cdef LossJob* job = <LossJob*> arg
-    cdef Py_ssize_t n = job.vocab, leaf = leaf_size(n), count = (n + leaf - 1) // leaf
+    cdef Py_ssize_t n = job.vocab, leaf = profile_leaf(n), count = (n + leaf - 1) // leaf
     cdef float* e = job.scratch + tid * job.group * (n + count)
     cdef float* leaves = e + job.group * n
     cdef float largest[vlanes]
@@ -855,7 +657,7 @@ def loss_rows(const float[:, ::1] logits, const int32_t[::1] targets, int32_t ig
         False when a logit is not finite; the outputs then mean nothing.
     """
     cdef LossJob job
-    cdef Py_ssize_t n = logits.shape[1], leaf = leaf_size(n), count = (n + leaf - 1) // leaf
+    cdef Py_ssize_t n = logits.shape[1], leaf = profile_leaf(n), count = (n + leaf - 1) // leaf
     job.logits, job.targets, job.row_loss = &logits[0, 0], &targets[0], &row_loss[0]
     job.dlogits = NULL if dlogits is None else &dlogits[0, 0]
     job.rows, job.vocab = logits.shape[0], n
@@ -963,9 +765,9 @@ cdef void draw_job(void* arg, int tid) noexcept nogil:
                     if job.x == NULL:
                         value = vflush(vfma(u, second, first))
                     else:
-                        value = load(job.x + at + i, n - i)
+                        value = load_lanes(job.x + at + i, n - i)
                         value = vselect(vge(u, first), vflush(vmul(value, second)), vzero())
-                store(job.out + at + i, value, n - i)
+                store_lanes(job.out + at + i, value, n - i)
                 i += vlanes
             at += WORDS // 2
 
@@ -1040,7 +842,7 @@ cdef Py_ssize_t lay_out_squares(PiecesJob* job, list arrays, list leaf_sizes) ex
     for s in range(job.count):
         piece = &job.pieces[s]
         piece.second = read_pointer(arrays[s], &piece.n)
-        piece.leaf = leaf_size(piece.n) if leaf_sizes is None else leaf_sizes[s]
+        piece.leaf = profile_leaf(piece.n) if leaf_sizes is None else leaf_sizes[s]
         count = (piece.n + piece.leaf - 1) // piece.leaf
         leaves += count
         job.pieces[s + 1].first_unit = piece.first_unit + (count + LEAVES_PER_UNIT - 1) // LEAVES_PER_UNIT
@@ -1118,7 +920,7 @@ def norm_of_leaves(float[::1] leaves, list sizes):
     try:
         for s in range(job.count):
             job.pieces[s].n = sizes[s]
-            job.pieces[s].leaf = leaf_size(job.pieces[s].n)
+            job.pieces[s].leaf = profile_leaf(job.pieces[s].n)
             job.pieces[s].leaves = &leaves[0] + at
             at += (job.pieces[s].n + job.pieces[s].leaf - 1) // job.pieces[s].leaf
         if at != leaves.shape[0]:
@@ -1136,7 +938,7 @@ def norm_of_leaves(float[::1] leaves, list sizes):
 
 cdef float total_norm(Piece* pieces, Py_ssize_t count, float* norms) noexcept nogil:
     cdef uint64_t saved = fp_enter()
-    cdef Py_ssize_t s, i, leaf = leaf_size(count), groups = (count + leaf - 1) // leaf
+    cdef Py_ssize_t s, i, leaf = profile_leaf(count), groups = (count + leaf - 1) // leaf
     cdef float* leaves = norms + count
     cdef float total
     for s in range(count):
@@ -1172,7 +974,7 @@ cdef void scale_job(void* arg, int tid) noexcept nogil:
         last = min(first + BLOCK, job.pieces[s].n)
         i = first
         while i < last:
-            store(data + i, vflush(vmul(factor, load(data + i, last - i))), last - i)
+            store_lanes(data + i, vflush(vmul(factor, load_lanes(data + i, last - i))), last - i)
             i += vlanes
 
 
@@ -1241,14 +1043,15 @@ cdef void adam_block(UpdateJob* job, Piece* piece, Py_ssize_t first, Py_ssize_t 
     cdef vf g, p, m, v
     while i < last:
         n = last - i
-        g = incoming_gradient(job, load(source + i, n))
-        p, m, v = load(piece.parameter + i, n), load(piece.moment + i, n), load(piece.moment_sq + i, n)
+        g = incoming_gradient(job, load_lanes(source + i, n))
+        p, m = load_lanes(piece.parameter + i, n), load_lanes(piece.moment + i, n)
+        v = load_lanes(piece.moment_sq + i, n)
         if job.rewrite:
-            store(grad + i, g, n)
+            store_lanes(grad + i, g, n)
         adam_vector(job, g, &p, &m, &v)
-        store(piece.parameter + i, p, n)
-        store(piece.moment + i, m, n)
-        store(piece.moment_sq + i, v, n)
+        store_lanes(piece.parameter + i, p, n)
+        store_lanes(piece.moment + i, m, n)
+        store_lanes(piece.moment_sq + i, v, n)
         i += vlanes
 
 
@@ -1275,16 +1078,16 @@ cdef void sgd_block(UpdateJob* job, Piece* piece, Py_ssize_t first, Py_ssize_t l
     cdef vf* buffer = NULL if piece.moment == NULL else &b
     while i < last:
         n = last - i
-        g = incoming_gradient(job, load(source + i, n))
-        p = load(piece.parameter + i, n)
+        g = incoming_gradient(job, load_lanes(source + i, n))
+        p = load_lanes(piece.parameter + i, n)
         if job.rewrite:
-            store(grad + i, g, n)
+            store_lanes(grad + i, g, n)
         if buffer != NULL:
-            b = load(piece.moment + i, n)
+            b = load_lanes(piece.moment + i, n)
         sgd_vector(job, g, &p, buffer, piece.flag)
-        store(piece.parameter + i, p, n)
+        store_lanes(piece.parameter + i, p, n)
         if buffer != NULL:
-            store(piece.moment + i, b, n)
+            store_lanes(piece.moment + i, b, n)
         i += vlanes
 
 
