@@ -8,7 +8,7 @@ shift 2
 compiler=${CC:-cc}
 
 mkdir -p "$folder"
-for part in setup.py pyproject.toml README.md LICENSE Makefile mojolearn tests tools benchmarks examples docs; do
+for part in *.py *.toml *.md *.cff LICENSE Makefile mojolearn tests tools benchmarks examples docs; do
     rm -rf "${folder:?}/$part"
     cp -R "$part" "$folder/"
 done

@@ -30,6 +30,7 @@ print(mojolearn.show_config(quiet=True)["isa"], total.hexdigest())
 """
 
 
+@pytest.mark.skipif("MOJOLEARN_SANITIZE" in os.environ, reason="the address sanitizer does not run in the emulator")
 @pytest.mark.parametrize(("cpu", "name"), [("Nehalem", "baseline"), ("Haswell", "avx2")])
 def test_on_an_emulated_processor(cpu, name):
     """A processor that refuses what it lacks: the library imports, picks a set and gives this machine's bits."""
