@@ -8,6 +8,7 @@
 #   make docs         HTML documentation in docs/_build/html
 #   make lint         ruff and mypy
 #   make wheel        wheel and source distribution in dist/
+#   make test-wheel   the tests against the installed wheel, on other versions with PYTHON=python3.12 NUMPY='1.26.*'
 #   make fuzz         search longer for inputs that break the checkpoint reader
 #   make clean        remove everything that was made, .venv included
 
@@ -17,7 +18,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 DEMO   := demo-run
 
-.PHONY: help build test test-debug test-long test-mpi mpi bench bench-peers demo docs lint wheel fuzz clean
+.PHONY: help build test test-debug test-long test-mpi mpi bench bench-peers demo docs lint wheel test-wheel fuzz clean
 .DELETE_ON_ERROR:
 
 help:
@@ -91,6 +92,10 @@ lint: build $(VENV)/.extra-lint
 wheel: $(VENV)/.extra-build
 	rm -rf dist
 	$(PY) -m build
+
+# Needs nothing of .venv: the wheel is built and tested in environments of its own.
+test-wheel:
+	sh tools/test-wheel.sh $(PYTHON) build/wheel-test "$(NUMPY)"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info $(DEMO) docs/_build docs/api/generated .pytest_cache .hypothesis .mypy_cache .ruff_cache
