@@ -120,14 +120,12 @@ def frame(plane):
 
 def section(data, itemsize, chunk_elements=262144, make_frame=frame):
     """An array's section of an archive."""
-    pieces, checksums = [], b""
+    pieces = []
     for start in range(0, len(data), chunk_elements * itemsize):
         chunk = data[start : start + chunk_elements * itemsize]
-        for k in range(itemsize):
-            made = make_frame(chunk[k::itemsize])
-            pieces += [struct.pack("<I", len(made)), made]
-            checksums += made[-4:]
-    return b"".join([*pieces, hashlib.sha256(checksums).digest()])
+        frames = [make_frame(chunk[k::itemsize]) for k in range(itemsize)]
+        pieces += [struct.pack("<I", len(made)) for made in frames] + frames
+    return b"".join([*pieces, hashlib.sha256(data).digest()])
 
 
 def archive_file(header, sections):
@@ -188,20 +186,21 @@ def read_archive(data):
     found = {}
     for entry in arrays:
         itemsize = np.dtype(entry["dtype"]).itemsize
-        elements, chunks, checksums = entry["nbytes"] // itemsize, [], b""
+        elements, chunks = entry["nbytes"] // itemsize, []
         for start in range(0, elements, header["chunk_elements"]):
             count = min(header["chunk_elements"], elements - start)
             chunk = np.empty((count, itemsize), np.uint8)
-            for k in range(itemsize):
-                (length,) = struct.unpack("<I", data[position : position + 4])
-                made = data[position + 4 : position + 4 + length]
-                position += 4 + length
+            lengths = struct.unpack(f"<{itemsize}I", data[position : position + 4 * itemsize])
+            position += 4 * itemsize
+            for k, length in enumerate(lengths):
+                made = data[position : position + length]
+                position += length
                 chunk[:, k] = np.frombuffer(zstandard.ZstdDecompressor().decompress(made), np.uint8)
-                checksums += made[-4:]
             chunks.append(chunk.tobytes())
-        assert data[position : position + 32] == hashlib.sha256(checksums).digest()
+        content = b"".join(chunks)
+        assert data[position : position + 32] == hashlib.sha256(content).digest()
         position += 32
-        found[entry["name"]] = np.frombuffer(b"".join(chunks), entry["dtype"]).reshape(entry["shape"])
+        found[entry["name"]] = np.frombuffer(content, entry["dtype"]).reshape(entry["shape"])
     assert data[position : position + 16] == ARCHIVE_END
     assert struct.unpack("<Q", data[position + 16 : position + 24]) == (len(data),)
     assert data[position + 24 :] == hashlib.sha256(data[: position + 24]).digest()

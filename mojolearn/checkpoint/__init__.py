@@ -9,6 +9,7 @@ This package knows a model only as the dict that ``SambaStack.state_dict()`` giv
 from __future__ import annotations
 
 import math
+import os
 
 import numpy as np
 
@@ -107,7 +108,7 @@ def load(path: Path) -> tuple[State, State | None, dict[str, str]]:
     extra : dict or None
         What was given to `save`.
     info : dict
-        ``layout`` (``"archive"``, ``"v2"`` or ``"json"``) and ``sha256`` of the file.
+        ``layout``: ``"archive"``, ``"v2"`` or ``"json"``.
 
     Raises
     ------
@@ -116,8 +117,8 @@ def load(path: Path) -> tuple[State, State | None, dict[str, str]]:
     FileNotFoundError, OSError
         The file cannot be read.
     """
-    with opened(path) as file, naming(path), Pipeline() as pipeline:
-        reader = make_reader(file, pipeline)
+    with opened(path) as descriptor, naming(path), Pipeline() as pipeline:
+        reader = make_reader(descriptor, pipeline)
         if reader.kind != "training":
             raise CheckpointError(
                 "holds the weights of a model alone; exp_avg, exp_avg_sq, buf_initialized, t, optimizer, schedule "
@@ -127,7 +128,8 @@ def load(path: Path) -> tuple[State, State | None, dict[str, str]]:
         state = dict(reader.state)
         for entry in reader.entries:
             state[entry.name] = read_array(reader, entry)
-        return state, reader.extra, {"layout": reader.layout, "sha256": reader.finish()}
+        reader.finish()
+        return state, reader.extra, {"layout": reader.layout}
 
 
 def inspect(path: Path, verify: bool = False) -> State:
@@ -156,8 +158,8 @@ def inspect(path: Path, verify: bool = False) -> State:
         The file cannot be read.
     """
     verify = as_flag(verify, "verify")
-    with opened(path) as file, naming(path), Pipeline() as pipeline:
-        reader = make_reader(file, pipeline)
+    with opened(path) as descriptor, naming(path), Pipeline() as pipeline:
+        reader = make_reader(descriptor, pipeline, with_digest=verify)
         registry = validate.check_reader(reader)
         state, digests, stored = reader.state, reader.digests(), reader.stored()
         if verify:
@@ -167,7 +169,7 @@ def inspect(path: Path, verify: bool = False) -> State:
         return {
             "layout": reader.layout,
             "kind": reader.kind,
-            "file_size": file.size,
+            "file_size": os.fstat(descriptor).st_size,
             "config": state["config"],
             "num_parameters": sum(math.prod(shape) for _, shape in registry),
             "weight_format": state.get("format", "float32"),

@@ -68,8 +68,8 @@ class Reader(Protocol):
     def stored(self) -> dict[str, int]:
         """Sizes of the arrays in the file by name."""
 
-    def finish(self) -> str:
-        """Check the rest of the file. Returns its digest."""
+    def finish(self) -> str | None:
+        """Check the rest of the file. Returns its digest, if that was wanted."""
 
 
 @dataclass(frozen=True)

@@ -7,86 +7,98 @@ import errno
 import hashlib
 import os
 import stat
+import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
 from mojolearn._arrays import as_path
 from mojolearn.checkpoint._entries import Path
-from mojolearn.checkpoint._pipeline import Pipeline
+from mojolearn.checkpoint._pipeline import Pipeline, Rooms
 from mojolearn.errors import CheckpointError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["HashingReader", "HashingWriter", "naming", "opened"]
+__all__ = ["PART", "HashingReader", "HashingWriter", "naming", "opened"]
 
+# Bytes that are read, hashed or written at once where nothing else says how many.
+PART = 1 << 20
 
-# Bytes that take longer to hash than it takes to hand them to a thread.
-_WORTH_A_THREAD = 1 << 17
+# RWF_DONTCACHE of Linux 6.14: begin to write to the disk at once and forget the pages then. A checkpoint is rarely read
+# soon, new pages for all of it cost more than the copying, and the wait for the disk at the end becomes short.
+_UNCACHED = 0x80 if sys.platform == "linux" else 0
+_NOT_KNOWN = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
-# Bytes after which the disk is put to work, so that the wait at the end is short.
+# Without that, bytes after which the disk is put to work.
 _WRITE_BACK = 32 << 20
 
 
 class HashingWriter:
-    """A file descriptor to write to, with the digest of what was written.
+    """A file descriptor to write to, with the digest of what was written. Hashing and writing have a thread each.
 
     Parameters
     ----------
     file : int
+        Empty.
     pipeline : Pipeline
 
     Attributes
     ----------
-    digest : hashlib object
     position : int
-        Bytes written so far.
+        Bytes given to it so far.
     """
 
     def __init__(self, file: int, pipeline: Pipeline) -> None:
         self._file = file
-        self._pipeline = pipeline
-        self._syncing: Future[None] | None = None
+        self._hashing = pipeline.chain()
+        self._writing = pipeline.chain()
+        self._syncing = pipeline.chain()
+        self._digest = hashlib.sha256()
+        self._flags = _UNCACHED
+        self._written = 0
         self._next_sync = _WRITE_BACK
-        self.digest = hashlib.sha256()
         self.position = 0
 
     def write(self, *pieces: Buffer) -> None:
-        """Write and hash all of some bytes-like objects."""
+        """Write and hash all of some bytes-like objects, which must stay as they are for some more calls of this."""
         views = [memoryview(piece).cast("B") for piece in pieces]
-        if sum(map(len, views)) < _WORTH_A_THREAD:
-            self._hash(views)
-            self._write(views)
-        else:
-            hashing = self._pipeline.on_hash_thread(self._hash, views)
-            self._write(views)
-            hashing.result()
         self.position += sum(map(len, views))
-        if self.position >= self._next_sync:
+        self._hashing.call(self._hash, views)
+        self._writing.call(self._write, views)
+        if not self._flags and self.position >= self._next_sync:
             self._next_sync = self.position + _WRITE_BACK
-            self.settle()
-            sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
-            self._syncing = self._pipeline.on_disk_thread(sync, self._file)
+            self._syncing.wait()
+            self._syncing.call(getattr(os, "fdatasync", os.fsync), self._file)  # macOS has only the latter
 
     def _hash(self, views: list[memoryview]) -> None:
         for view in views:
-            self.digest.update(view)
+            self._digest.update(view)
 
     def _write(self, views: list[memoryview]) -> None:
         views = list(views)
         while views:
-            written = os.writev(self._file, views)
+            try:
+                written = os.pwritev(self._file, views, self._written, self._flags)
+            except OSError as error:
+                if not self._flags or error.errno not in _NOT_KNOWN:
+                    raise
+                self._flags = 0
+                continue
+            self._written += written
             while views and written >= len(views[0]):
                 written -= len(views.pop(0))
             if written:
                 views[0] = views[0][written:]
 
+    def digest(self) -> bytes:
+        """SHA-256 of all that was given so far."""
+        self._hashing.wait()
+        return self._digest.digest()
+
     def settle(self) -> None:
         """Wait for the disk. An error that it reports is raised here, and only here: the system tells it once."""
-        if self._syncing is not None:
-            syncing, self._syncing = self._syncing, None
-            syncing.result()
+        self._writing.wait()
+        self._syncing.wait()
 
 
 class HashingReader:
@@ -95,16 +107,19 @@ class HashingReader:
     Parameters
     ----------
     file : int
+    pipeline : Pipeline
+    hashing : bool
+        Whether the digest is wanted.
 
     Attributes
     ----------
-    digest : hashlib object
     position, size : int
     """
 
-    def __init__(self, file: int) -> None:
+    def __init__(self, file: int, pipeline: Pipeline, hashing: bool) -> None:
         self._file = file
-        self.digest = hashlib.sha256()
+        self._hashing = pipeline.chain() if hashing else None
+        self._digest = hashlib.sha256()
         self.position = 0
         self.size = os.fstat(file).st_size
 
@@ -113,22 +128,39 @@ class HashingReader:
         if count > self.size - self.position:  # before memory is taken
             self._ended(what)
         data = bytearray(count)
-        self.fill(data, what)
+        self.read_at(self.position, data, what)
+        self.passed(data)
         return bytes(data)
 
-    def fill(self, buffer: Buffer, what: str) -> None:
-        """Read the next bytes into a writable buffer."""
+    def read_at(self, position: int, buffer: Buffer, what: str) -> None:
+        """Read into a writable buffer from anywhere, in any thread, without moving on."""
         view = memoryview(buffer).cast("B")
-        if len(view) > self.size - self.position:
-            self._ended(what)
-        filled = 0
-        while filled < len(view):
-            count = os.preadv(self._file, [view[filled:]], self.position)
+        while view:
+            count = os.preadv(self._file, [view], position)
             if count == 0:
                 self._ended(what)
-            filled += count
-            self.position += count
-        self.digest.update(view)
+            view, position = view[count:], position + count
+
+    def passed(self, data: Buffer) -> None:
+        """Move on past bytes that were read with `read_at`; they must stay as they are for some more calls of this."""
+        if self._hashing is not None:
+            self._hashing.call(self._digest.update, data)
+        self.position += memoryview(data).nbytes
+
+    def pass_over(self, position: int, what: str) -> None:
+        """Read on up to a position."""
+        rooms = Rooms(min(PART, position - self.position))
+        while self.position < position:
+            room = rooms.next(min(PART, position - self.position))
+            self.read_at(self.position, room, what)
+            self.passed(room)
+
+    def digest(self) -> str | None:
+        """Hexadecimal SHA-256 of all that was passed, if it was wanted."""
+        if self._hashing is None:
+            return None
+        self._hashing.wait()
+        return self._digest.hexdigest()
 
     def peek(self, count: int, position: int, what: str) -> bytes:
         """`count` bytes from anywhere, without moving on."""
@@ -142,7 +174,7 @@ class HashingReader:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[HashingReader]:
+def opened(path: Path) -> Iterator[int]:
     """Open a checkpoint for reading.
 
     Parameters
@@ -151,7 +183,8 @@ def opened(path: Path) -> Iterator[HashingReader]:
 
     Yields
     ------
-    HashingReader
+    int
+        Descriptor of a regular file.
     """
     name = as_path(path)
     # A pipe without a writer would block for ever.
@@ -162,7 +195,7 @@ def opened(path: Path) -> Iterator[HashingReader]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
         if not stat.S_ISREG(mode):
             raise CheckpointError(f"{name}: not a regular file")
-        yield HashingReader(file)
+        yield file
     finally:
         os.close(file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from mojolearn.checkpoint import archive, stream_v2
@@ -15,23 +16,27 @@ from mojolearn.errors import CheckpointError
 __all__ = ["check_extra", "check_level", "make_reader"]
 
 
-def make_reader(file: HashingReader, pipeline: Pipeline) -> Reader:
+def make_reader(descriptor: int, pipeline: Pipeline, with_digest: bool = False) -> Reader:
     """The reader for a file's layout, which its first bytes tell; its name does not matter.
 
     Parameters
     ----------
-    file : HashingReader
+    descriptor : int
+        Of a regular file.
     pipeline : Pipeline
+    with_digest : bool, default False
+        Whether `finish` is asked for the digest of the file. An archive always needs it.
 
     Returns
     -------
     ArchiveReader, StreamReader or JsonReader
     """
-    if file.size == 0:
+    start = os.pread(descriptor, len(archive.FAMILY), 0)
+    if not start:
         raise CheckpointError("the file is empty")
-    start = file.peek(min(file.size, len(archive.FAMILY)), 0, "the magic number")
     if start == archive.FAMILY:
-        return archive.ArchiveReader(file, pipeline)
+        return archive.ArchiveReader(HashingReader(descriptor, pipeline, True), pipeline)
+    file = HashingReader(descriptor, pipeline, with_digest)
     if start == stream_v2.MAGIC:
         return stream_v2.StreamReader(file, pipeline)
     return JsonReader(file)

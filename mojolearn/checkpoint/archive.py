@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
+from array import array
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from mojolearn._core.byte_planes import join_planes, split_planes
 from mojolearn.checkpoint._entries import ArrayEntry, Bytes, State, as_bytes
 from mojolearn.checkpoint._files import HashingReader, HashingWriter
 from mojolearn.checkpoint._json import canonical, parse
-from mojolearn.checkpoint._pipeline import Pipeline
+from mojolearn.checkpoint._pipeline import Pipeline, Rooms
 from mojolearn.errors import CheckpointError
 
 __all__ = ["DEFAULT_LEVEL", "MAGIC", "MAX_LEVEL", "ArchiveReader", "ArchiveWriter"]
@@ -41,14 +44,15 @@ CHUNK_ELEMENTS = 1 << 18
 DEFAULT_LEVEL = 1
 MAX_LEVEL = zstandard.MAX_COMPRESSION_LEVEL
 
-_LENGTH = struct.Struct("<I")
 _SIZE = struct.Struct("<Q")
 _DIGEST_BYTES = 32
-_CHECKSUM_BYTES = 4  # of a zstd frame: the low half of XXH64 of its content
 _TRAILER_BYTES = len(END) + _SIZE.size + _DIGEST_BYTES
 
+# The lengths of a chunk's frames, by the number of its planes.
+_LENGTHS = {count: struct.Struct(f"<{count}I") for count in (1, 2, 4)}
+
 # A frame has at least a magic number, a descriptor, a content size, a block header and a checksum.
-_FRAME_MIN = 4 + 1 + 1 + 3 + _CHECKSUM_BYTES
+_FRAME_MIN = 4 + 1 + 1 + 3 + 4
 
 
 def _frame_max(nbytes: int) -> int:
@@ -58,25 +62,40 @@ def _frame_max(nbytes: int) -> int:
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
     # Matches shorter than 7 bytes are chance in a plane of exponents and cost more than they save against plain
-    # entropy coding, so they are not looked for; for the same reason a tiny table is as good as a big one.
+    # entropy coding, so they are not looked for; for the same reason the smallest table is the best.
     tuned = {"min_match": 7}
     if level == DEFAULT_LEVEL:
-        tuned["hash_log"] = 9
+        tuned["hash_log"] = 6
     parameters = zstandard.ZstdCompressionParameters.from_level(
         level, source_size=CHUNK_ELEMENTS, write_checksum=True, **tuned
     )
     return zstandard.ZstdCompressor(compression_params=parameters)
 
 
-def _encode(data: Bytes, planes: Bytes, level: int) -> list[bytes]:
-    """Frames of one chunk, one per byte plane; `planes` is room to work in."""
-    split_planes(data, planes)
-    compressor = _compressor(level)
-    return [compressor.compress(plane) for plane in planes]
+class _Encoder:
+    """Compress chunks, in any thread: each has a compressor and room for the planes of its own."""
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+        self._own = threading.local()
+
+    def __call__(self, data: Bytes, copy: Bytes, itemsize: int) -> tuple[Bytes, list[bytes]]:
+        """The chunk as it was when it was read, in `copy`, and its frames, one per byte plane.
+
+        What is hashed and what is compressed is that copy, so that they agree even if the array is changed meanwhile.
+        """
+        own = self._own
+        if not hasattr(own, "compressor"):
+            own.compressor = _compressor(self._level)
+            own.planes = np.empty(4 * CHUNK_ELEMENTS, np.uint8)
+        np.copyto(copy, data)
+        planes = own.planes[: len(copy)].reshape(itemsize, -1)
+        split_planes(copy, planes)
+        return copy, [own.compressor.compress(plane) for plane in planes]
 
 
-def _decode(frames: list[memoryview], what: str, out: Bytes) -> Bytes:
-    """The elements of one chunk, from its frames."""
+def _decode(frames: list[memoryview], what: str, out: Bytes) -> None:
+    """Write the elements of one chunk, from its frames."""
     size = len(out) // len(frames)
     decompressor = zstandard.ZstdDecompressor()
     planes: list[bytes] = []
@@ -93,7 +112,6 @@ def _decode(frames: list[memoryview], what: str, out: Bytes) -> Bytes:
             raise CheckpointError(f"{what}: a frame is damaged ({error})") from None
         planes.append(plane)
     join_planes(planes, out)
-    return out
 
 
 class ArchiveWriter:
@@ -132,7 +150,8 @@ class ArchiveWriter:
         self._file = file
         self._pipeline = pipeline
         self._entries = iter(entries)
-        self._level = level
+        self._encode = _Encoder(level)
+        self._content = pipeline.chain()
         text = None if extra is None else canonical(extra)
         if text is not None and len(text) > EXTRA_LIMIT:
             raise ValueError(f"extra is {len(text)} bytes of JSON, more than {EXTRA_LIMIT}")
@@ -177,26 +196,24 @@ class ArchiveWriter:
             raise ValueError(f"array {missing.name} is missing")
         file = self._file
         file.write(END + _SIZE.pack(file.position + _TRAILER_BYTES))
-        file.write(file.digest.digest())
+        file.write(file.digest())
         file.settle()
-        return file.digest.hexdigest()
+        return file.digest().hex()
 
     def _section(self, data: Bytes, itemsize: int) -> None:
         content = hashlib.sha256()
         step = CHUNK_ELEMENTS * itemsize
-        rooms = [np.empty(min(step, len(data)), np.uint8) for _ in range(self._pipeline.slots)]
+        rooms = Rooms(min(step, len(data)))
 
         def jobs() -> Iterator[tuple[Bytes, Bytes, int]]:
-            for index, start in enumerate(range(0, len(data), step)):
+            for start in range(0, len(data), step):
                 chunk = data[start : start + step]
-                yield chunk, rooms[index % len(rooms)][: len(chunk)].reshape(itemsize, -1), self._level
+                yield chunk, rooms.next(len(chunk)), itemsize
 
-        for frames in self._pipeline.map(_encode, jobs()):
-            pieces = []
-            for frame in frames:
-                content.update(frame[-_CHECKSUM_BYTES:])
-                pieces += [_LENGTH.pack(len(frame)), frame]
-            self._file.write(*pieces)
+        for copy, frames in self._pipeline.map(self._encode, jobs()):
+            self._content.call(content.update, copy)
+            self._file.write(_LENGTHS[itemsize].pack(*map(len, frames)), *frames)
+        self._content.wait()
         self._file.write(content.digest())
 
 
@@ -226,7 +243,7 @@ class ArchiveReader:
     def __init__(self, file: HashingReader, pipeline: Pipeline) -> None:
         self._file = file
         self._pipeline = pipeline
-        self._turns = range(pipeline.slots)
+        self._content = pipeline.chain()
         header = self._read_header()
         self.kind, self.state = header["kind"], header["state"]
         self.entries = [
@@ -280,28 +297,28 @@ class ArchiveReader:
         for start in range(0, entry.nbytes, step):
             yield min(step, entry.nbytes - start)
 
-    def _walk(self) -> list[tuple[int, int]]:
-        """Follow the lengths through the file to its end; returns where each section starts and ends."""
+    def _walk(self) -> list[array[int]]:
+        """Follow the lengths through the file to its end; returns where the chunks of each section start and end."""
         file = self._file
         position, size = file.position, file.size
         spans = []
         for entry in self._sections:
-            start = position
+            lengths = _LENGTHS[entry.itemsize]
             step = self._chunk_elements * entry.itemsize
-            frames = -(-entry.nbytes // step) * entry.itemsize
-            if frames * (_LENGTH.size + _FRAME_MIN) > size - position:
+            chunks = -(-entry.nbytes // step)
+            if chunks * (lengths.size + entry.itemsize * _FRAME_MIN) > size - position:
                 raise CheckpointError(
                     f"array {entry.name} is said to be {entry.nbytes} bytes, but the file has only "
                     f"{size - position} compressed bytes left for it"
                 )
+            span = array("Q", [position])
             for nbytes in self._chunks(entry):
-                for _ in range(entry.itemsize):
-                    length = _LENGTH.unpack(file.peek(_LENGTH.size, position, f"array {entry.name}"))[0]
-                    if not _FRAME_MIN <= length <= _frame_max(nbytes // entry.itemsize):
-                        raise CheckpointError(f"array {entry.name}: a frame's length is given as {length} bytes")
-                    position += _LENGTH.size + length
+                found = lengths.unpack(file.peek(lengths.size, position, f"array {entry.name}"))
+                self._check_lengths(found, nbytes, entry)
+                position += lengths.size + sum(found)
+                span.append(position)
             position += _DIGEST_BYTES
-            spans.append((start, position))
+            spans.append(span)
         trailer = file.peek(_TRAILER_BYTES, position, "the end mark")
         if not trailer.startswith(END):
             raise CheckpointError("the end mark is missing")
@@ -312,6 +329,13 @@ class ArchiveReader:
                 f"but the file has {size}"
             )
         return spans
+
+    def _check_lengths(self, lengths: tuple[int, ...], nbytes: int, entry: ArrayEntry) -> None:
+        """Refuse frames that are too short or too long for a chunk of `nbytes`."""
+        high = _frame_max(nbytes // entry.itemsize)
+        for length in lengths:
+            if not _FRAME_MIN <= length <= high:
+                raise CheckpointError(f"array {entry.name}: a frame's length is given as {length} bytes")
 
     def parts(self, entry: ArrayEntry, target: Bytes | None = None) -> Iterator[Bytes]:
         """Read one array; arrays that were not asked for before it are passed over.
@@ -336,63 +360,68 @@ class ArchiveReader:
         yield from self._section(self._first + self.entries.index(entry), target)
 
     def _section(self, index: int, target: Bytes | None) -> Iterator[Bytes]:
-        entry, (start, _) = self._sections[index], self._spans[index]
-        if self._file.position > start:
+        entry, span = self._sections[index], self._spans[index]
+        if self._file.position > span[0]:
             raise ValueError(f"array {entry.name} must be read before those that follow it")
-        self._pass_over(start)
+        self._file.pass_over(span[0], "the arrays")
         what = f"array {entry.name}"
 
         content = hashlib.sha256()
-        step = min(self._chunk_elements * entry.itemsize, entry.nbytes)
-        rooms = [np.empty(entry.itemsize * _frame_max(step // entry.itemsize), np.uint8) for _ in self._turns]
-        parts = [np.empty(step, np.uint8) for _ in self._turns] if target is None else []
+        rooms = Rooms(max((end - start for start, end in pairwise(span)), default=0))
+        parts = Rooms(min(self._chunk_elements * entry.itemsize, entry.nbytes))
 
-        def jobs() -> Iterator[tuple[list[memoryview], str, Bytes]]:
-            start = 0
-            for index, nbytes in enumerate(self._chunks(entry)):
-                turn = index % len(rooms)
-                room, frames = memoryview(rooms[turn]), []
-                for _ in range(entry.itemsize):
-                    (length,) = _LENGTH.unpack(self._file.take(_LENGTH.size, what))
-                    if length > _frame_max(nbytes // entry.itemsize):
-                        raise CheckpointError(f"{what}: a frame's length is given as {length} bytes")
-                    frame, room = room[:length], room[length:]
-                    self._file.fill(frame, what)
-                    content.update(frame[-_CHECKSUM_BYTES:])
-                    frames.append(frame)
-                out = parts[turn][:nbytes] if target is None else target[start : start + nbytes]
-                yield frames, what, out
-                start += nbytes
+        def jobs() -> Iterator[tuple[ArrayEntry, int, Bytes, Bytes]]:
+            done = 0
+            for (start, end), nbytes in zip(pairwise(span), self._chunks(entry), strict=True):
+                out = parts.next(nbytes) if target is None else target[done : done + nbytes]
+                yield entry, start, rooms.next(end - start), out
+                done += nbytes
 
-        yield from self._pipeline.map(_decode, jobs())
+        for room, out in self._pipeline.map(self._read_chunk, jobs()):
+            self._file.passed(room)
+            self._content.call(content.update, out)
+            yield out
+        self._content.wait()
         if self._file.take(_DIGEST_BYTES, f"the digest of {what}") != content.digest():
             raise CheckpointError(f"{what} does not match its digest")
+
+    def _read_chunk(self, entry: ArrayEntry, start: int, room: Bytes, out: Bytes) -> tuple[Bytes, Bytes]:
+        """Read a chunk's bytes into a room and write its elements."""
+        what = f"array {entry.name}"
+        self._file.read_at(start, room, what)
+        lengths = _LENGTHS[entry.itemsize].unpack_from(room)
+        self._check_lengths(lengths, len(out), entry)
+        view, frames = memoryview(room)[_LENGTHS[entry.itemsize].size :], []
+        if sum(lengths) != len(view):
+            raise CheckpointError(f"{what}: the file was changed while it was read")
+        for length in lengths:
+            frames.append(view[:length])
+            view = view[length:]
+        _decode(frames, what, out)
+        return room, out
 
     def digests(self) -> dict[str, str]:
         """Stated digests of the arrays as ``{name: hexadecimal}``, without reading the arrays."""
         return {
-            entry.name: self._file.peek(_DIGEST_BYTES, end - _DIGEST_BYTES, f"the digest of array {entry.name}").hex()
-            for entry, (_, end) in zip(self.entries, self._spans[self._first :], strict=True)
+            entry.name: self._file.peek(_DIGEST_BYTES, span[-1], f"the digest of array {entry.name}").hex()
+            for entry, span in zip(self.entries, self._spans[self._first :], strict=True)
         }
 
     def stored(self) -> dict[str, int]:
         """Sizes of the arrays in the file as ``{name: bytes}``."""
         return {
-            entry.name: end - start
-            for entry, (start, end) in zip(self.entries, self._spans[self._first :], strict=True)
+            entry.name: span[-1] + _DIGEST_BYTES - span[0]
+            for entry, span in zip(self.entries, self._spans[self._first :], strict=True)
         }
 
-    def finish(self) -> str:
+    def finish(self) -> str | None:
         """Pass over what is left and check the digest of the whole file, which is returned."""
-        self._pass_over(self._file.size - _DIGEST_BYTES)
-        expected = self._file.digest.digest()
-        if self._file.take(_DIGEST_BYTES, "the file's digest") != expected:
+        self._file.pass_over(self._file.size - _DIGEST_BYTES, "the arrays")
+        digest = self._file.digest()
+        if self._file.peek(_DIGEST_BYTES, self._file.position, "the file's digest").hex() != digest:
             raise CheckpointError("the file does not match its digest")
-        return self._file.digest.hexdigest()
-
-    def _pass_over(self, position: int) -> None:
-        while self._file.position < position:
-            self._file.take(min(1 << 20, position - self._file.position), "the arrays")
+        self._file.take(_DIGEST_BYTES, "the file's digest")
+        return self._file.digest()
 
     def _read_extra(self) -> State:
         data = np.empty(self._sections[0].nbytes, np.uint8)

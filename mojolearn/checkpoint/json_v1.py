@@ -111,9 +111,9 @@ class JsonReader:
         """Sizes of the arrays in the file as ``{name: bytes}``."""
         return {name: len(digits) for name, digits in self._digits.items()}
 
-    def finish(self) -> str:
-        """Nothing is left to check. Returns the digest of the whole file."""
-        return self._file.digest.hexdigest()
+    def finish(self) -> str | None:
+        """Nothing is left to check. Returns the digest of the whole file, if it was wanted."""
+        return self._file.digest()
 
 
 def _hash_canonical(digest: hashlib._Hash, value: Any, depth: int = 0) -> None:

@@ -6,12 +6,10 @@ import hashlib
 import struct
 from collections.abc import Iterator
 
-import numpy as np
-
 from mojolearn.checkpoint._entries import TRAINING_ARRAYS, ArrayEntry, Bytes, State, as_bytes
-from mojolearn.checkpoint._files import HashingReader, HashingWriter
+from mojolearn.checkpoint._files import PART, HashingReader, HashingWriter
 from mojolearn.checkpoint._json import canonical, parse
-from mojolearn.checkpoint._pipeline import Pipeline
+from mojolearn.checkpoint._pipeline import Pipeline, Rooms
 from mojolearn.errors import CheckpointError
 
 __all__ = ["MAGIC", "StreamReader", "write_stream"]
@@ -23,7 +21,6 @@ HEADER_MARKS = 1 << 18
 
 _SIZE = struct.Struct("<Q")
 _DIGEST_BYTES = 32
-_PART = 1 << 20
 
 
 def write_stream(file: HashingWriter, pipeline: Pipeline, state: State) -> str:
@@ -47,11 +44,11 @@ def write_stream(file: HashingWriter, pipeline: Pipeline, state: State) -> str:
         The header is larger than a reader accepts.
     """
     arrays = {name: as_bytes(state[name]) for name in TRAINING_ARRAYS}
-    digests = pipeline.map(lambda data: hashlib.sha256(data).hexdigest(), ((data,) for data in arrays.values()))
+    digests = _digests(pipeline, arrays)
     header = canonical({
         "arrays": [
-            {"name": name, "dtype": dtype, "shape": [len(data) // 4], "nbytes": len(data), "sha256": digest}
-            for (name, dtype), data, digest in zip(TRAINING_ARRAYS.items(), arrays.values(), digests, strict=True)
+            {"name": name, "dtype": dtype, "shape": [len(data) // 4], "nbytes": len(data), "sha256": digests[name]}
+            for (name, dtype), data in zip(TRAINING_ARRAYS.items(), arrays.values(), strict=True)
         ],
         "schema": SCHEMA,
         "state": {key: value for key, value in state.items() if key not in TRAINING_ARRAYS},
@@ -60,10 +57,21 @@ def write_stream(file: HashingWriter, pipeline: Pipeline, state: State) -> str:
         raise ValueError(f"the header is {len(header)} bytes of JSON, more than {HEADER_LIMIT}")
     file.write(MAGIC + _SIZE.pack(len(header)) + header + hashlib.sha256(header).digest())
     for data in arrays.values():
-        for start in range(0, len(data), _PART):
-            file.write(data[start : start + _PART])
+        for start in range(0, len(data), PART):
+            file.write(data[start : start + PART])
     file.settle()
-    return file.digest.hexdigest()
+    return file.digest().hex()
+
+
+def _digests(pipeline: Pipeline, arrays: dict[str, Bytes]) -> dict[str, str]:
+    """Hexadecimal SHA-256 of some arrays, all hashed at once, each in a thread."""
+    digests = {name: hashlib.sha256() for name in arrays}
+    chains = [pipeline.chain() for _ in arrays]
+    for chain, digest, data in zip(chains, digests.values(), arrays.values(), strict=True):
+        chain.call(digest.update, data)
+    for chain in chains:
+        chain.wait()
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 class StreamReader:
@@ -98,7 +106,8 @@ class StreamReader:
         expected = file.position + sum(entry.nbytes for entry in self.entries)
         if expected != file.size:
             raise CheckpointError(f"the header describes a file of {expected} bytes, but it has {file.size}")
-        self._next = 0
+        self._next, self._start = 0, file.position
+        self._content = pipeline.chain()
 
     def parts(self, entry: ArrayEntry, target: Bytes | None = None) -> Iterator[Bytes]:
         """Read one array, after checking those before it that were not asked for."""
@@ -106,18 +115,26 @@ class StreamReader:
             for _ in self.parts(self.entries[self._next]):
                 pass
         self._next += 1
+        what, digest, rooms = f"array {entry.name}", hashlib.sha256(), Rooms(min(PART, entry.nbytes))
 
-        def pieces() -> Iterator[Bytes]:
-            for start in range(0, entry.nbytes, _PART):
-                nbytes = min(_PART, entry.nbytes - start)
-                piece = np.empty(nbytes, np.uint8) if target is None else target[start : start + nbytes]
-                self._file.fill(piece, f"array {entry.name}")
-                yield piece
+        def jobs() -> Iterator[tuple[int, Bytes, str]]:
+            for start in range(0, entry.nbytes, PART):
+                nbytes = min(PART, entry.nbytes - start)
+                part = rooms.next(nbytes) if target is None else target[start : start + nbytes]
+                yield self._start + start, part, what
 
-        digest = hashlib.sha256()
-        yield from self._pipeline.hashed(digest, pieces())
+        for part in self._pipeline.map(self._read_part, jobs()):
+            self._file.passed(part)
+            self._content.call(digest.update, part)
+            yield part
+        self._content.wait()
+        self._start += entry.nbytes
         if digest.hexdigest() != entry.sha256:
             raise CheckpointError(f"array {entry.name} does not match its digest")
+
+    def _read_part(self, position: int, part: Bytes, what: str) -> Bytes:
+        self._file.read_at(position, part, what)
+        return part
 
     def digests(self) -> dict[str, str]:
         """Stated digests of the arrays as ``{name: hexadecimal}``."""
@@ -127,9 +144,9 @@ class StreamReader:
         """Sizes of the arrays in the file as ``{name: bytes}``."""
         return {entry.name: entry.nbytes for entry in self.entries}
 
-    def finish(self) -> str:
-        """Check the arrays that were not read. Returns the digest of the whole file."""
+    def finish(self) -> str | None:
+        """Check the arrays that were not read. Returns the digest of the whole file, if it was wanted."""
         while self._next < len(self.entries):
             for _ in self.parts(self.entries[self._next]):
                 pass
-        return self._file.digest.hexdigest()
+        return self._file.digest()

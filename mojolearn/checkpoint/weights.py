@@ -135,10 +135,10 @@ class WeightsReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(opened(path))
+            descriptor = stack.enter_context(opened(path))
             pipeline = stack.enter_context(Pipeline())
             with naming(path):
-                self._reader = reader = make_reader(file, pipeline)
+                self._reader = reader = make_reader(descriptor, pipeline)
                 self.registry = validate.check_reader(reader)
             self._resources = stack.pop_all()
         self.kind, self.layout, self.extra = reader.kind, reader.layout, reader.extra

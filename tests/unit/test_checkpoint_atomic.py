@@ -59,7 +59,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space"), KeyboardInterrupt(), MemoryError()], ids=repr)
-@pytest.mark.parametrize("call", ["open", "fchmod", "writev", "fdatasync", "fsync", "link", "rename"])
+@pytest.mark.parametrize("call", ["open", "fchmod", "pwritev", "fdatasync", "fsync", "link", "rename"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_an_error_in_any_call_leaves_the_old_file(tmp_path, monkeypatch, temporary, call, error, exists):
     path = tmp_path / "file"
@@ -92,6 +92,40 @@ def test_an_error_in_any_call_leaves_the_old_file(tmp_path, monkeypatch, tempora
         assert (path.read_bytes() if path.exists() else None) == before
     assert not leftovers(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
+@pytest.mark.parametrize("compression", ["zstd", None])
+def test_systems_without_uncached_writing(tmp_path, monkeypatch, compression, number):
+    expected = checkpoint.save(tmp_path / "expected", state_number(1), compression=compression)
+    pwritev, fdatasync, calls = os.pwritev, os.fdatasync, []
+
+    def refuse(file, views, position, flags):
+        if flags:
+            raise OSError(number, os.strerror(number))
+        return pwritev(file, views, position)
+
+    def note(file):
+        calls.append("fdatasync")
+        fdatasync(file)
+
+    monkeypatch.setattr("mojolearn.checkpoint._files._UNCACHED", 0x80)
+    monkeypatch.setattr("mojolearn.checkpoint._files._WRITE_BACK", 1 << 18)
+    monkeypatch.setattr(os, "pwritev", refuse)
+    monkeypatch.setattr(os, "fdatasync", note)
+    assert checkpoint.save(tmp_path / "file", state_number(1), compression=compression) == expected
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert calls
+
+
+def test_short_writes_are_gone_on_with(tmp_path, monkeypatch):
+    expected = checkpoint.save(tmp_path / "expected", state_number(1))
+    pwritev = os.pwritev
+    monkeypatch.setattr(
+        os, "pwritev", lambda file, views, position, flags: pwritev(file, [views[0][:1000]], position, flags)
+    )
+    assert checkpoint.save(tmp_path / "file", state_number(1)) == expected
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
 def test_an_error_of_the_tensors_leaves_the_old_file(tmp_path, temporary):

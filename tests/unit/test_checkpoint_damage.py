@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import random
 import struct
 import sys
@@ -442,6 +443,24 @@ def test_a_frame_of_other_content_is_refused(tmp_path):
     assert state["exp_avg"].nbytes == 4 * 136
     sections[1] = other[:-32] + sections[1][-32:]
     check_refused(tmp_path / "file", files.archive_file(header, sections), "exp_avg does not match its digest")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    path = tmp_path / "file"
+    data = bytearray(files.training_archive(files.small_state(), chunk_elements=50))
+    path.write_bytes(data)
+    with checkpoint.WeightsReader(path) as reader:
+        start = data.index(b"\x28\xb5\x2f\xfd") - 16  # the lengths of the first chunk's frames
+        data[start] += 1
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match="changed while it was read"):
+            list(reader)
+    data[start] -= 1
+    path.write_bytes(data)
+    with checkpoint.WeightsReader(path) as reader:
+        os.truncate(path, start + 20)
+        with pytest.raises(CheckpointError, match="ends within array parameters"):
+            list(reader)
 
 
 def test_the_end_mark_must_tell_the_size(tmp_path):
