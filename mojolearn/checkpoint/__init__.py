@@ -147,7 +147,7 @@ def inspect(path: Path, verify: bool = False) -> State:
         JSON values: ``layout``, ``kind``, ``file_size``, ``config``, ``num_parameters``, ``weight_format``,
         ``numeric_mode``, ``deterministic_profile``, ``step``, ``optimizer``, ``schedule``, ``rng`` (None in a file of
         weights alone), ``tensors`` (name and shape of each), ``arrays`` (name, dtype, shape, nbytes, stored bytes and
-        digest of each, the digest as the layout defines it), ``extra``, ``verified``, and ``sha256`` of the file, None
+        SHA-256 of the bytes of each), ``extra``, ``verified``, and ``sha256`` of the file, None
         unless verified.
 
     Raises

@@ -79,8 +79,9 @@ class HashingWriter:
         while views:
             try:
                 written = os.pwritev(self._file, views, self._written, self._flags)
-            except OSError as error:
-                if not self._flags or error.errno not in _NOT_KNOWN:
+            except (OSError, NotImplementedError) as error:
+                # The kernel or file system does not know the flag, or Python was built without any.
+                if not self._flags or (isinstance(error, OSError) and error.errno not in _NOT_KNOWN):
                     raise
                 self._flags = 0
                 continue
