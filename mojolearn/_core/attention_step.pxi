@@ -68,8 +68,8 @@ cdef vi token_scores(const TokenAttention* t, Py_ssize_t key, Py_ssize_t count, 
     cdef vi largest = viset(0x7F7FFFFF), seen = viset(0)
     cdef const float* query
     cdef Py_ssize_t i, d, n, h, leaf, leaf_end, size, top = 0
-    for i in range(count):
-        rows[i] = token_row(t, t.keys, t.new_key, key + i)
+    for i in range(vlanes):
+        rows[i] = token_row(t, t.keys, t.new_key, key + min(i, count - 1))
     leaf = 0
     while leaf < t.head_dim:
         leaf_end = min(leaf + <Py_ssize_t> SCORE_LEAF, t.head_dim)
@@ -79,6 +79,7 @@ cdef vi token_scores(const TokenAttention* t, Py_ssize_t key, Py_ssize_t count, 
         while d < leaf_end:
             n = leaf_end - d
             for i in range(vlanes):
+                prefetch(rows[i] + d + vlanes * t.head_dim)     # of the next block of keys
                 block[i] = load_lanes(rows[i] + d, n) if i < count else vzero()
                 if key + i < t.cached:
                     seen = vior(seen, vigt(vasint(vabs(block[i])), largest))

@@ -14,6 +14,7 @@ from libc.string cimport memcmp, memcpy, memset
 import numpy as np
 
 from mojolearn._core._pool cimport parallel_run
+from mojolearn._core._pool import HugeBuffer
 from mojolearn._core.elementary cimport *
 from mojolearn._core.simd cimport *
 from mojolearn._core.vectors cimport all_lanes_finite, load_lanes, store_lanes
@@ -502,7 +503,8 @@ cdef class Session:
         job.phases = <Phase*> <uintptr_t> self.phases.ctypes.data
 
     cdef float* buffer(self, Py_ssize_t floats) except NULL:
-        return writable(np.zeros(floats, np.float32), self.keep)
+        """Zeros at a cache line, in huge pages where they are many: every step reads all of the carries."""
+        return writable(np.frombuffer(HugeBuffer(4 * floats), np.float32), self.keep)
 
     cdef tuple arrays_of(self, Py_ssize_t i, layer_state):
         if self.decoder.layers[i].attention:

@@ -8,12 +8,23 @@
 # All three can be rebuilt from the documented state (`rebuild_carry`). They change at once; the documented state changes
 # in `commit_head` only, when the whole step has succeeded. After a failed step the carry is rebuilt.
 
-cdef extern from *:
-    """
-    #define CHUNK_VECTORS (64 / W)
-    """
+cdef extern from "state_chains.h" nogil:
     enum:
         CHUNK_VECTORS
+    ctypedef struct state_token:
+        const float* qrot
+        const float* q
+        const float* k
+        float* ks
+        const float* h
+        const float* previous
+        const float* fresh
+        Py_ssize_t newest
+        vf scores[1]        # CHUNK_VECTORS of them
+        vf carried[1]
+        float dot
+    void put_column(float* ks, Py_ssize_t column, const float* values)
+    void state_chains(state_token* token)
 
 cdef struct MambaWeights:
     const float* dt_bias         # (H,)
@@ -108,6 +119,13 @@ cdef void norm_state_row(const float* x, const float* weight, float* out) noexce
         n += vlanes
 
 
+cdef inline void scale_row(const float* x, float scale, float* out) noexcept nogil:
+    cdef Py_ssize_t n = 0
+    while n < STATE:
+        vstore(out + n, vmul(vload(x + n), vset(scale)))
+        n += vlanes
+
+
 cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t row, Py_ssize_t head, const float* proj,
                     const float* B, const float* C, float* gate, float* scratch) noexcept nogil:
     """Gate row (64) of one head from the token's projection ``proj`` and its normed B and C rows (128)."""
@@ -128,26 +146,30 @@ cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t r
     cdef float cosine[ANGLES]
     cdef float sine[ANGLES]
     cdef float weight[CHUNK]
-    cdef vf scores[CHUNK_VECTORS]
-    cdef vf carried[CHUNK_VECTORS]
+    cdef float previous[STATE]
+    cdef float fresh[STATE]
+    cdef state_token token
     cdef vf inside[CHUNK_VECTORS]
     cdef vf x, y, sine_of, cosine_of, decay
-    cdef float dt, adt, sig, gamma, scale, dot, total, q0, q1, through
+    cdef float dt, adt, sig, gamma, scale, total, q0, q1, through
     dt = sflush(vget(vsoftplus(vset(sadd(tail[head], weights.dt_bias[head]))), 0))
     adt = sflush(vget(vmul(decay_rate(vset(tail[heads + head])), vset(dt)), 0))
     sig = sflush(vget(vsigmoid(vset(tail[2 * heads + head])), 0))
 
     # This token completes the scale of the one before it, and perhaps a chunk.
+    token.previous = NULL
     if carry.buffered:
         newest = carry.buffered - 1
         at = (row * CHUNK + newest) * heads + head
         scale = sadd(smul(carry.dt[at], carry.sig[at]), smul(dt, ssub(1.0, sig)))
-        for n in range(STATE):
-            ks[n * CHUNK + newest] = smul(carry.krot[at * STATE + n], scale)
+        scale_row(carry.krot + at * STATE, scale, previous)
+        token.previous = previous
     if carry.buffered == CHUNK:
+        put_column(ks, newest, previous)
         seal_chunk(carry, row, head, scratch)
         memset(seg, 0, CHUNK * sizeof(float))
         newest = 0
+        token.previous = NULL
     else:
         newest = carry.buffered
 
@@ -182,23 +204,16 @@ cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t r
         vstore(krot + n, vflush(vload(k + n)))
         n += vlanes
 
-    # Three kinds of chains over the state rows, side by side so that none waits for its own latency.
-    for j in range(CHUNK_VECTORS):
-        scores[j] = vzero()
-        carried[j] = vzero()
-        inside[j] = vzero()
-    dot = 0
-    for n in range(STATE):
-        x = vset(qrot[n])
-        dot = sfma(q[n], k[n], dot)
-        for j in range(CHUNK_VECTORS):
-            scores[j] = vfma(x, vload(ks + n * CHUNK + j * vlanes), scores[j])
-            carried[j] = vfma(x, vload(h + n * HEAD + j * vlanes), carried[j])
     vectors = (newest + vlanes - 1) // vlanes
+    scale_row(krot, scale, fresh)
+    token.qrot, token.q, token.k, token.ks, token.h, token.fresh, token.newest = qrot, q, k, ks, h, fresh, newest
+    state_chains(&token)
+    for j in range(CHUNK_VECTORS):
+        inside[j] = vzero()
     for j in range(vectors):
         decay = vadd(vload(seg + j * vlanes), vset(adt))
         vstore(seg + j * vlanes, decay)
-        vstore(weight + j * vlanes, vmul(scores[j], vexp(decay)))
+        vstore(weight + j * vlanes, vmul(token.scores[j], vexp(decay)))
     if newest < CHUNK:
         seg[newest] = 0
     for j in range(newest):
@@ -214,14 +229,12 @@ cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t r
             total = sadd(total, carry.adt[(row * CHUNK + j) * heads + head]) if j else carry.adt[row * CHUNK * heads + head]
         total = sadd(total, adt)
     decay = vexp(vset(total))
-    through = sadd(weights.D[head], smul(dot, gamma))
+    through = sadd(weights.D[head], smul(token.dot, gamma))
     for p in range(CHUNK_VECTORS):
-        x = vadd(vmul(carried[p], decay), inside[p])
+        x = vadd(vmul(token.carried[p], decay), inside[p])
         x = vadd(x, vmul(vset(through), vload(values + p * vlanes)))
         y = vsilu(vflush(vload(proj + head * HEAD + p * vlanes)))
         vstore(gate + head * HEAD + p * vlanes, vflush(vmul(x, y)))
-    for n in range(STATE):
-        ks[n * CHUNK + newest] = smul(krot[n], scale)
     new[NEW_DT] = dt
     new[NEW_SIG] = sig
     new[NEW_ADT] = adt

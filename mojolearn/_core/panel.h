@@ -51,11 +51,12 @@ MOJO_INLINE void int8_widen(vi words, vf low_scale, vf low_offset, vf high_scale
 }
 
 /* Steps [first, last) of `streams` neighbouring panels times `rows` rows; the sums go to out[stream][row][PANEL].
- * Several streams, because memory is read faster in several places at a time. */
+ * Several streams, because memory is read faster in several places at a time. With many rows a step takes so long that
+ * what comes after these steps is fetched meanwhile: `ahead_bytes` from `ahead` on in every panel, for each step. */
 #define PREFETCH_BYTES 1024
 MOJO_INLINE void matvec_body(const int format, const int streams, const int rows, const char *panels,
                              ptrdiff_t panel_bytes, const float *scales, ptrdiff_t first, ptrdiff_t last,
-                             const float *const *x, float *out) {
+                             const float *const *x, const char *ahead, ptrdiff_t ahead_bytes, float *out) {
     vf acc[4][8][PANEL_VECTORS], w[PANEL_VECTORS];
     UNROLLED(z, streams) UNROLLED(r, rows) UNROLLED(q, PANEL_VECTORS) acc[z][r][q] = vzero();
     ptrdiff_t p = first;
@@ -91,7 +92,9 @@ MOJO_INLINE void matvec_body(const int format, const int streams, const int rows
     for (; p < last; p++) {
         UNROLLED(z, streams) {
             const char *panel = panels + z * panel_bytes;
-            if (format == PANEL_FLOAT32) {
+            if (rows >= 4 && format <= PANEL_BFLOAT16)
+                prefetch_far(ahead + z * panel_bytes + (p - first) * ahead_bytes);
+            else if (format == PANEL_FLOAT32) {
                 prefetch(panel + p * 128 + PREFETCH_BYTES);
                 prefetch(panel + p * 128 + PREFETCH_BYTES + 64);
             } else if (format == PANEL_BFLOAT16)
@@ -134,7 +137,7 @@ MOJO_INLINE int matvec_double(const int format, const char *panel, const float *
 #endif
 
 typedef void (*MatvecKernel)(const char *, ptrdiff_t, const float *, ptrdiff_t, ptrdiff_t, const float *const *,
-                             float *);
+                             const char *, ptrdiff_t, float *);
 #if MOJO_ISA == 1
 #define MATVEC_SHORTCUT(format) if (!matvec_double(format, panels, scales, first, last, *x, out)) return;
 #else
@@ -143,9 +146,10 @@ typedef void (*MatvecKernel)(const char *, ptrdiff_t, const float *, ptrdiff_t, 
 #define MOJO_MATVEC(format, streams, rows)                                                                            \
     MOJO_NOINLINE void matvec_##format##_##streams##_##rows(const char *panels, ptrdiff_t panel_bytes,                \
                                                             const float *scales, ptrdiff_t first, ptrdiff_t last,     \
-                                                            const float *const *x, float *out) {                      \
+                                                            const float *const *x, const char *ahead,                 \
+                                                            ptrdiff_t ahead_bytes, float *out) {                      \
         MATVEC_SHORTCUT(format)                                                                                       \
-        matvec_body(format, streams, rows, panels, panel_bytes, scales, first, last, x, out);                         \
+        matvec_body(format, streams, rows, panels, panel_bytes, scales, first, last, x, ahead, ahead_bytes, out);     \
     }
 #define MOJO_MATVEC_FORMATS(streams, rows)    \
     MOJO_MATVEC(0, streams, rows)             \
@@ -186,8 +190,9 @@ MOJO_INLINE int matvec_rows(int format) { return 1; }
 
 /* `several`: the panels that fit the registers with 2^log2_rows rows, matvec_streams[log2_rows]; otherwise one. */
 MOJO_INLINE void matvec_run(int format, int log2_rows, int several, const char *panels, ptrdiff_t panel_bytes,
-                            const float *scales, ptrdiff_t first, ptrdiff_t last, const float *const *x, float *out) {
-    matvec_kernels[log2_rows][several][format](panels, panel_bytes, scales, first, last, x, out);
+                            const float *scales, ptrdiff_t first, ptrdiff_t last, const float *const *x,
+                            const char *ahead, ptrdiff_t ahead_bytes, float *out) {
+    matvec_kernels[log2_rows][several][format](panels, panel_bytes, scales, first, last, x, ahead, ahead_bytes, out);
 }
 
 /* One row, one panel, exactly in spite of underflow. */

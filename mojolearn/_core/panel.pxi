@@ -12,7 +12,8 @@ cdef extern from "panel.h" nogil:
     const int* matvec_streams
     int matvec_rows(int format)
     void matvec_run(int format, int log2_rows, bint several, const char* panels, Py_ssize_t panel_bytes,
-                    const float* scales, Py_ssize_t first, Py_ssize_t last, const float** x, float* out)
+                    const float* scales, Py_ssize_t first, Py_ssize_t last, const float** x, const char* ahead,
+                    Py_ssize_t ahead_bytes, float* out)
     void exact_matvec(int format, const char* panel, const float* scales, Py_ssize_t first, Py_ssize_t last,
                       const float* x, float* out)
     void panel_widen(int format, const char* panel, const float* scales, Py_ssize_t first, Py_ssize_t last, float* out)
@@ -32,9 +33,9 @@ cdef enum:
 
 
 cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t streams, bint several, int log2_rows,
-                       const float** x, Py_ssize_t rows, float* out, Py_ssize_t out_stride,
+                       const float** x, Py_ssize_t rows, float* out, Py_ssize_t out_stride, bint more,
                        bint checked) noexcept nogil:
-    """``streams`` neighbouring panels times at most MOST_ROWS rows.
+    """``streams`` neighbouring panels times at most MOST_ROWS rows; ``more`` when the next panels come afterwards.
 
     ``x`` has the rows in groups of 2**log2_rows, the last one filled up; ``rows`` of the results are wanted. All groups
     take a leaf before the next one is read.
@@ -47,12 +48,15 @@ cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t stream
     cdef Py_ssize_t t, i, g, z, r, first, last, merges, columns
     cdef const char* data = w.data + panel * w.panel_bytes
     cdef const float* scales = w.scales + panel * PANEL
+    cdef const char* ahead
+    cdef Py_ssize_t step_bytes = (4 >> w.format) * PANEL, ahead_bytes = step_bytes // groups
     for t in range(leaves):
         first = t * leaf
         last = min(first + leaf, w.steps)
+        ahead = data + last * step_bytes if t < leaves - 1 else data + more * streams * w.panel_bytes
         for g in range(groups):
             matvec_run(w.format, log2_rows, several, data, w.panel_bytes, scales, first, last, x + g * width,
-                       sums + g * streams * width * PANEL)
+                       ahead + g * (last - first) * ahead_bytes, ahead_bytes, sums + g * streams * width * PANEL)
         if checked and fp_underflowed():
             for r in range(rows):
                 for z in range(streams):
@@ -97,10 +101,11 @@ cdef void panel_matvec(const PanelMatrix* w, const float* x, Py_ssize_t x_stride
         while panel < last:
             if panel + streams <= last:
                 matvec_group(w, panel, streams, streams > 1, log2_rows, group, taken, out + row * out_stride,
-                             out_stride, checked)
+                             out_stride, panel + streams < last, checked)
                 panel += streams
             else:
-                matvec_group(w, panel, 1, False, log2_rows, group, taken, out + row * out_stride, out_stride, checked)
+                matvec_group(w, panel, 1, False, log2_rows, group, taken, out + row * out_stride, out_stride,
+                             panel + 1 < last, checked)
                 panel += 1
         row += taken
     fp_exact()

@@ -45,8 +45,9 @@ static ptrdiff_t pool_next_unit(ptrdiff_t *counter) { return next_unit(counter);
 #endif
 
 #define POOL_MAX_THREADS 256
-/* about 0.2 ms of looking before a thread sleeps: longer than the Python code between two kernels of a step */
-#define POOL_SPINS 4000
+/* about 0.3 ms of looking before a thread sleeps: longer than the Python code between two steps, and a wake-up costs as
+ * much as a third of a step of a small model */
+#define POOL_SPINS 20000
 
 /* state of the open job: bit 63 closed; bits 32-47 workers wanted; 16-31 joined so far; 0-15 still inside */
 #define POOL_CLOSED (UINT64_C(1) << 63)

@@ -382,6 +382,7 @@ MOJO_INLINE void wait_until(ptrdiff_t *done, ptrdiff_t target) {
     }
 }
 #define prefetch(address) __builtin_prefetch(address)
+#define prefetch_far(address) __builtin_prefetch(address, 0, 2) /* into the second-level cache */
 
 /* ---- 32 x 32 -> 64 bits, unsigned, in two vectors --------------------------------------------------------------- */
 MOJO_INLINE void vimul_wide(vi a, uint32_t factor, vi *low, vi *high) {
