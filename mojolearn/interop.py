@@ -19,6 +19,7 @@ import numpy as np
 
 from mojolearn import lowbit
 from mojolearn._arrays import as_path, describe
+from mojolearn._progress import reading_observer
 from mojolearn.checkpoint import validate
 from mojolearn.checkpoint._atomic import replacing
 from mojolearn.checkpoint._json import canonical, parse
@@ -75,6 +76,8 @@ class SafetensorsReader:
         if config is not None and not isinstance(config, SambaConfig):
             raise TypeError(f"config must be a SambaConfig, got {describe(config)}")
         self._path = as_path(path)
+        self._observer = reading_observer()
+        self._bytes_read = 0
         self._file = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         try:
             metadata = self._read_header()
@@ -116,6 +119,8 @@ class SafetensorsReader:
             if got == 0:
                 raise self._error(f"the file ends within {what}")
             filled += got
+        self._bytes_read += count
+        self._observer(self._bytes_read)
         return data
 
     def _parse(self, text, what):

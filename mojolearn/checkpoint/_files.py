@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from mojolearn._arrays import as_path
+from mojolearn._progress import reading_observer
 from mojolearn.checkpoint._entries import Path
 from mojolearn.checkpoint._pipeline import Pipeline, Rooms
 from mojolearn.errors import CheckpointError
@@ -121,6 +122,7 @@ class HashingReader:
         self._file = file
         self._hashing = pipeline.chain() if hashing else None
         self._digest = hashlib.sha256()
+        self._observer = reading_observer()
         self.position = 0
         self.size = os.fstat(file).st_size
 
@@ -147,6 +149,7 @@ class HashingReader:
         if self._hashing is not None:
             self._hashing.call(self._digest.update, data)
         self.position += memoryview(data).nbytes
+        self._observer(self.position)
 
     def pass_over(self, position: int, what: str) -> None:
         """Read on up to a position."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mojolearn._progress import observed_reading
 from mojolearn._typing import NumericMode
 from mojolearn.cli._tokenizer import ByteText, TokenizerText
 from mojolearn.cli.ranks import speaks
@@ -79,6 +81,16 @@ def progress(total: int, description: str, unit: str, **options: Any) -> Any:
     )
 
 
+@contextlib.contextmanager
+def reading(file: Path, description: str = "loading") -> Iterator[None]:
+    """A bar for the bytes of a file of weights that are read within this."""
+    with (
+        progress(file.stat().st_size, description, "B", unit_scale=True) as bar,
+        observed_reading(lambda done: bar.update(done - bar.n)),
+    ):
+        yield
+
+
 def bytes_text(count: float) -> str:
     """A number of bytes for people."""
     for unit in ("B", "KiB", "MiB"):
@@ -121,11 +133,12 @@ def file_facts(file: Path, verify: bool = False) -> dict[str, Any]:
     from mojolearn import checkpoint
 
     if file.suffix != SAFETENSORS:
-        facts: dict[str, Any] = checkpoint.inspect(file, verify=verify)
+        with reading(file, "checking"):
+            facts: dict[str, Any] = checkpoint.inspect(file, verify=verify)
         return facts
     from mojolearn.interop import SafetensorsReader
 
-    with SafetensorsReader(file) as reader:
+    with reading(file, "checking"), SafetensorsReader(file) as reader:
         if verify:
             for _ in reader:
                 pass
@@ -147,9 +160,10 @@ def load_inference(file: Path, numeric_mode: NumericMode | None = None) -> Any:
     """A model for inference from a file of any kind."""
     import mojolearn
 
-    if file.suffix == SAFETENSORS:
-        return mojolearn.SambaInference.from_safetensors(file, numeric_mode=numeric_mode)
-    return mojolearn.SambaInference.from_checkpoint(file, numeric_mode=numeric_mode)
+    with reading(file):
+        if file.suffix == SAFETENSORS:
+            return mojolearn.SambaInference.from_safetensors(file, numeric_mode=numeric_mode)
+        return mojolearn.SambaInference.from_checkpoint(file, numeric_mode=numeric_mode)
 
 
 @dataclass

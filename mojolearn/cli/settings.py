@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import sys
 from dataclasses import asdict, dataclass, field, fields
@@ -78,9 +79,17 @@ class TrainSettings:
         for name in ("steps", "eval_every", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("eval_windows", "max_norm"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("lr", "min_lr", "weight_decay", "max_norm", "beta1", "beta2", "dropout", "valid_fraction"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise UsageError(f"{name} must be finite, got {value}")
+        for name in ("eval_windows", "max_norm", "lr", "min_lr", "warmup", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UsageError(f"{name} must be at least 0, got {value}")
+        for name in ("beta1", "beta2", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.accumulation_steps < 1 or self.batch_size % self.accumulation_steps:
             raise UsageError(
                 f"accumulation_steps must divide batch_size {self.batch_size}, got {self.accumulation_steps}"

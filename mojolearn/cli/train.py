@@ -11,7 +11,16 @@ from typing import Any, cast
 from mojolearn._typing import NumericMode
 from mojolearn.cli import ranks
 from mojolearn.cli import settings as settings_module
-from mojolearn.cli._common import UsageError, add_command, add_numeric_options, checkpoint_file, emit, note
+from mojolearn.cli._common import (
+    UsageError,
+    add_command,
+    add_numeric_options,
+    checkpoint_file,
+    emit,
+    load_inference,
+    note,
+    reading,
+)
 from mojolearn.cli.resources import check_memory
 from mojolearn.cli.run_data import RunData
 from mojolearn.cli.run_folder import RunFolder
@@ -134,7 +143,7 @@ def _fresh(folder: RunFolder, given: dict[str, Any], dry_run: bool, comm: Comm |
 
     source = None
     if settings.init:
-        source = mojolearn.SambaInference.from_checkpoint(checkpoint_file(settings.init))
+        source = load_inference(checkpoint_file(settings.init))
         config = source.config
         settings.vocab = config.vocab
     else:
@@ -178,7 +187,8 @@ def _resumed(folder: RunFolder, given: dict[str, Any], comm: Comm | None) -> Tra
     newest = folder.newest()
     if newest is None:
         raise FileNotFoundError(f"{folder.path}: no checkpoint to resume from")
-    stack = mojolearn.SambaStack.from_checkpoint(newest, comm=comm)
+    with reading(newest):
+        stack = mojolearn.SambaStack.from_checkpoint(newest, comm=comm)
     extra = stack.extra
     if not isinstance(extra, dict) or extra.get("schema") != EXTRA_SCHEMA:
         raise ValueError(f"{newest}: not written by mojolearn train, so there is no run to resume (see --init)")
