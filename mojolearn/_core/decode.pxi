@@ -5,8 +5,8 @@ units from a phase's counter, do the element-wise work that belongs to them on t
 all units of the present one are done; a thread waits only for units that another thread has taken. Norms are recomputed
 by every thread that gets a unit, which is cheaper than a phase of their own.
 
-Nothing of the documented state changes before the last phase has found every activation finite; then the new rows are
-copied in. All operations and orders are those of the blocks' own kernels, for one token.
+Nothing of the documented state changes before the output head has found every activation finite; then, in the last
+phase, the new rows are copied in. All operations and orders are those of the blocks' own kernels, for one token.
 """
 from libc.stdint cimport int32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -30,6 +30,7 @@ include "mamba3_step.pxi"
 cdef enum:
     MAX_ROWS = 8                # rows of a step; more are better served by the matrix products
     FAST = 2
+    PREFETCHED_BYTES = 65536    # of each panel, while a thread waits
 
 cdef float ATTENTION_EPS = 1e-6
 
@@ -71,6 +72,8 @@ cdef struct LayerState:
     float* new_values
     MambaCarry mamba
     float* projection           # Mamba-3: (B, W), kept until the commit, which takes v from it
+    float* witness              # Mamba-3: angles (B, H, 32) and first state rows (B, H, 128) after the last step
+    bint stale                  # the carry does not repeat the documented state
 
 
 cdef struct Step:
@@ -180,6 +183,26 @@ cdef inline bint is_open(Phase* phase, Py_ssize_t units) noexcept nogil:
     return units_done(&phase.next_unit) < units
 
 
+cdef void finish_phase(Phase* phase, Py_ssize_t units, const PanelMatrix* next) noexcept nogil:
+    """Wait for the units that other threads have taken. Meanwhile ask for the weights that this thread will probably
+    read next: the second unit of ``next``, since the thread that ends a phase is the first in the one that follows."""
+    cdef Py_ssize_t group = group_panels(next.panels), first = group, last = min(2 * group, next.panels), panel
+    cdef Py_ssize_t most = min(next.panel_bytes, <Py_ssize_t> PREFETCHED_BYTES), at = 0
+    while at < most and units_done(&phase.done) < units:
+        for panel in range(first, last):
+            prefetch_far(next.data + panel * next.panel_bytes + at)
+            prefetch_far(next.data + panel * next.panel_bytes + at + 64)
+        at += 128
+    wait_until(&phase.done, units)
+
+
+cdef inline const PanelMatrix* first_matrix(const Step* step, Py_ssize_t index) noexcept nogil:
+    """What a layer, or the head behind the last one, reads first."""
+    if index == step.layer_count:
+        return step.head
+    return step.layers[index].q if step.layers[index].attention else step.layers[index].in_proj
+
+
 cdef Phase* attention_layer(Step* step, Py_ssize_t index, Phase* phase, float* scratch) noexcept nogil:
     cdef const Layer* layer = step.layers + index
     cdef LayerState* state = step.states + index
@@ -200,7 +223,7 @@ cdef Phase* attention_layer(Step* step, Py_ssize_t index, Phase* phase, float* s
             else:
                 matvec_unit(step, layer.v, unit - q_units - k_units, normed, step.width, state.new_values, kv_width)
             unit_done(&phase.done)
-    wait_until(&phase.done, units)
+    finish_phase(phase, units, layer.o)
     phase += 1
 
     units = step.rows * step.kv_heads
@@ -212,7 +235,7 @@ cdef Phase* attention_layer(Step* step, Py_ssize_t index, Phase* phase, float* s
         if not attend(step, state, unit // step.kv_heads, unit % step.kv_heads, work):
             step.nonfinite_cache = True
         unit_done(&phase.done)
-    wait_until(&phase.done, units)
+    finish_phase(phase, units, layer.o)
     phase += 1
 
     units = panel_units(layer.o)
@@ -220,7 +243,7 @@ cdef Phase* attention_layer(Step* step, Py_ssize_t index, Phase* phase, float* s
         matvec_unit(step, layer.o, unit, step.context, q_width, work, step.width)
         add_residual(step, layer.o, unit, work, step.x)
         unit_done(&phase.done)
-    wait_until(&phase.done, units)
+    finish_phase(phase, units, layer.gate)
     phase += 1
 
     units = panel_units(layer.gate)
@@ -239,7 +262,7 @@ cdef Phase* attention_layer(Step* step, Py_ssize_t index, Phase* phase, float* s
                     j += vlanes
                     n -= vlanes
             unit_done(&phase.done)
-    wait_until(&phase.done, units)
+    finish_phase(phase, units, layer.down)
     phase += 1
 
     units = panel_units(layer.down)
@@ -247,28 +270,67 @@ cdef Phase* attention_layer(Step* step, Py_ssize_t index, Phase* phase, float* s
         matvec_unit(step, layer.down, unit, step.hidden, step.intermediate, work, step.width)
         add_residual(step, layer.down, unit, work, step.x)
         unit_done(&phase.done)
-    wait_until(&phase.done, units)
+    finish_phase(phase, units, first_matrix(step, index + 1))
     return phase + 1
+
+
+cdef bint witness_agrees(const Step* step, const LayerState* state, Py_ssize_t row) noexcept nogil:
+    """Whether angles and first state rows are what the last step left."""
+    cdef const MambaCarry* carry = &state.mamba
+    cdef Py_ssize_t heads = carry.heads, lines = step.rows * heads, line
+    cdef const float* state_rows = state.witness + lines * ANGLES
+    if memcmp(state.witness + row * heads * ANGLES, carry.theta + row * heads * ANGLES,
+              heads * ANGLES * sizeof(float)) != 0:
+        return False
+    for line in range(row * heads, (row + 1) * heads):
+        if memcmp(state_rows + line * STATE, carry.h + line * TALL, STATE * sizeof(float)) != 0:
+            return False
+    return True
+
+
+cdef void commit_row(const Step* step, const Layer* layer, LayerState* state, Py_ssize_t row) noexcept nogil:
+    """Copy what the step has made for one row of a layer into the documented state, counts apart."""
+    cdef Py_ssize_t size = step.head_dim, slot, line, head, heads, lines
+    cdef float* state_rows
+    if layer.attention:
+        slot = step.position % state.slots
+        for line in range(row * step.kv_heads, (row + 1) * step.kv_heads):
+            memcpy(state.keys + (line * state.slots + slot) * size, state.new_keys + line * size, size * sizeof(float))
+            memcpy(state.values + (line * state.slots + slot) * size, state.new_values + line * size,
+                   size * sizeof(float))
+        return
+    heads = state.mamba.heads
+    lines = step.rows * heads
+    state_rows = state.witness + lines * ANGLES
+    for head in range(heads):
+        line = row * heads + head
+        commit_head(&state.mamba, row, head, state.projection + row * layer.in_proj.outputs)
+        memcpy(state.witness + line * ANGLES, state.mamba.theta + line * ANGLES, ANGLES * sizeof(float))
+        memcpy(state_rows + line * STATE, state.mamba.h + line * TALL, STATE * sizeof(float))
 
 
 cdef Phase* mamba_layer(Step* step, Py_ssize_t index, Phase* phase, float* scratch) noexcept nogil:
     cdef const Layer* layer = step.layers + index
     cdef LayerState* state = step.states + index
     cdef Py_ssize_t heads = state.mamba.heads, width = layer.in_proj.outputs, inner = heads * HEAD
-    cdef Py_ssize_t units, unit, row, normed_row = -1
+    cdef Py_ssize_t units, unit, row, normed_row = -1, panel_count
     cdef float* normed = scratch
     cdef float* work = scratch + step.rows * step.width
     cdef float* B = work
     cdef float* C = work + STATE
     cdef const float* proj
 
-    units = panel_units(layer.in_proj)
+    panel_count = panel_units(layer.in_proj)
+    units = panel_count + step.rows
     if is_open(phase, units):
         normalize(step, index - 1, layer.norm, NORM_EPS, True, normed)
         while take_unit(phase, units, &unit):
-            matvec_unit(step, layer.in_proj, unit, normed, step.width, state.projection, width)
+            if unit < panel_count:
+                matvec_unit(step, layer.in_proj, unit, normed, step.width, state.projection, width)
+            elif not witness_agrees(step, state, unit - panel_count):
+                state.stale = True
             unit_done(&phase.done)
-    wait_until(&phase.done, units)
+    finish_phase(phase, units, layer.out_proj)
     phase += 1
 
     units = step.rows * heads
@@ -279,9 +341,11 @@ cdef Phase* mamba_layer(Step* step, Py_ssize_t index, Phase* phase, float* scrat
             norm_state_row(proj + 2 * inner, layer.mamba.B_norm, B)
             norm_state_row(proj + 2 * inner + STATE, layer.mamba.C_norm, C)
             normed_row = row
+        if state.stale:
+            rebuild_carry(&state.mamba, row, unit % heads)
         step_head(&layer.mamba, &state.mamba, row, unit % heads, proj, B, C, step.context + row * inner, work + 2 * STATE)
         unit_done(&phase.done)
-    wait_until(&phase.done, units)
+    finish_phase(phase, units, layer.out_proj)
     phase += 1
 
     units = panel_units(layer.out_proj)
@@ -289,7 +353,7 @@ cdef Phase* mamba_layer(Step* step, Py_ssize_t index, Phase* phase, float* scrat
         matvec_unit(step, layer.out_proj, unit, step.context, inner, work, step.width)
         add_residual(step, layer.out_proj, unit, work, step.x)
         unit_done(&phase.done)
-    wait_until(&phase.done, units)
+    finish_phase(phase, units, first_matrix(step, index + 1))
     return phase + 1
 
 
@@ -309,6 +373,15 @@ cdef void step_job(void* arg, int thread) noexcept nogil:
         while take_unit(phase, units, &unit):
             matvec_unit(step, step.head, unit, scratch, step.width, step.logits, step.vocab)
             unit_done(&phase.done)
+    finish_phase(phase, units, first_matrix(step, 0))
+    if step.nonfinite_cache or step.nonfinite_layer != -2:
+        return
+    phase += 1
+    units = step.layer_count * step.rows
+    while take_unit(phase, units, &unit):
+        index = unit // step.rows
+        commit_row(step, step.layers + index, step.states + index, unit % step.rows)
+        unit_done(&phase.done)
     wait_until(&phase.done, units)
 
 
@@ -437,7 +510,6 @@ cdef class Session:
     cdef LayerState* states
     cdef list identities            # per layer: the array objects that the pointers belong to
     cdef list expected              # per Mamba-3 layer: buffered tokens after the last step, or None; else None
-    cdef list witnesses             # per Mamba-3 layer: angles and first state rows after the last step
     cdef object layers              # the list of layer states that was bound last
     cdef Py_ssize_t span            # slots that the scratch memory is enough for
     cdef list keep
@@ -452,7 +524,7 @@ cdef class Session:
         free(self.states)
 
     def __init__(self, Decoder decoder, state, cosines, sines, int threads):
-        cdef Py_ssize_t i, rows = state.batch_size, heads, span = 1, work, phase_count = 1
+        cdef Py_ssize_t i, rows = state.batch_size, heads, span = 1, work, phase_count = 2
         cdef Layer* layer
         cdef LayerState* own
         cdef Step* job = &self.job
@@ -463,7 +535,6 @@ cdef class Session:
         self.sines = sines
         self.identities = [None] * decoder.layer_count
         self.expected = [None] * decoder.layer_count
-        self.witnesses = [None] * decoder.layer_count
         self.states = <LayerState*> calloc(decoder.layer_count, sizeof(LayerState))
         if self.states == NULL:
             raise MemoryError("the layer table of a decoding session could not be allocated")
@@ -487,7 +558,7 @@ cdef class Session:
                 own.mamba.seg_cache = self.buffer(rows * heads * CHUNK)
                 own.mamba.new = self.buffer(rows * heads * NEW_FLOATS)
                 own.projection = self.buffer(rows * layer.in_proj.outputs)
-                self.witnesses[i] = np.empty(rows * heads * (ANGLES + STATE), np.float32)
+                own.witness = self.buffer(rows * heads * (ANGLES + STATE))
         self.span = span
         self.x = np.empty((rows, job.width), np.float32)
         job.x = writable(self.x, self.keep)
@@ -559,30 +630,6 @@ cdef class Session:
         self.expected[i] = None
         return 0
 
-    cdef bint carries_fit(self, Py_ssize_t i) except -1:
-        """Whether the carries of a layer still repeat its documented state."""
-        cdef MambaCarry* carry = &self.states[i].mamba
-        cdef Py_ssize_t lines = self.job.rows * carry.heads, line
-        cdef const float[::1] witness = self.witnesses[i]
-        if self.expected[i] is None or self.expected[i] != carry.buffered:
-            return False
-        if memcmp(&witness[0], carry.theta, lines * ANGLES * sizeof(float)) != 0:
-            return False
-        for line in range(lines):
-            if memcmp(&witness[lines * ANGLES + line * STATE], carry.h + line * TALL, STATE * sizeof(float)) != 0:
-                return False
-        return True
-
-    cdef int remember(self, Py_ssize_t i) except -1:
-        cdef MambaCarry* carry = &self.states[i].mamba
-        cdef Py_ssize_t lines = self.job.rows * carry.heads, line
-        cdef float[::1] witness = self.witnesses[i]
-        memcpy(&witness[0], carry.theta, lines * ANGLES * sizeof(float))
-        for line in range(lines):
-            memcpy(&witness[lines * ANGLES + line * STATE], carry.h + line * TALL, STATE * sizeof(float))
-        self.expected[i] = carry.buffered
-        return 0
-
     def suits(self, Decoder decoder, state, int threads):
         """Whether the session was made for this model, number of threads and number of rows."""
         return self.decoder is decoder and self.threads == threads and self.job.rows == state.batch_size
@@ -627,7 +674,7 @@ cdef class Session:
             `DONE`; or `CACHE_NOT_FINITE` or the number of the layer whose output is not finite (-1: the embedding), and
             then nothing has changed.
         """
-        cdef Py_ssize_t i, row, head, slot, line, size
+        cdef Py_ssize_t i
         cdef Step* job = &self.job
         cdef MambaCarry* carry
         cdef LayerState* own
@@ -645,10 +692,7 @@ cdef class Session:
             else:
                 carry = &own.mamba
                 carry.buffered = layers[i].buffered_tokens
-                if not self.carries_fit(i):
-                    for row in range(job.rows):
-                        for head in range(carry.heads):
-                            rebuild_carry_exactly(carry, row, head)
+                own.stale = self.expected[i] is None or self.expected[i] != carry.buffered
                 self.expected[i] = None
         self.decoder.embedding.rows(ids, self.x, 1)
         memset(job.phases, 0, self.phases.nbytes)
@@ -658,30 +702,14 @@ cdef class Session:
             return -3
         if job.nonfinite_layer != -2:
             return job.nonfinite_layer
-        # From here on nothing can fail, and no signal handler runs before the return.
+        # The arrays have changed; from here on nothing can fail, and no signal handler runs before the return.
         for i in range(job.layer_count):
-            own = self.states + i
             if job.layers[i].attention:
-                size = job.head_dim
-                slot = job.position % own.slots
-                for line in range(job.rows * job.kv_heads):
-                    memcpy(own.keys + (line * own.slots + slot) * size, own.new_keys + line * size, size * sizeof(float))
-                    memcpy(own.values + (line * own.slots + slot) * size, own.new_values + line * size, size * sizeof(float))
                 layers[i].cached_tokens = job.position + 1
             else:
-                carry = &own.mamba
-                size = job.layers[i].in_proj.outputs
-                for row in range(job.rows):
-                    for head in range(carry.heads):
-                        commit_head(carry, row, head, own.projection + row * size)
+                carry = &self.states[i].mamba
                 carry.buffered = carry.buffered % CHUNK + 1
                 layers[i].buffered_tokens = carry.buffered
-                self.remember(i)
+                self.expected[i] = carry.buffered
         state.tokens += 1
         return -2
-
-
-cdef void rebuild_carry_exactly(MambaCarry* carry, Py_ssize_t row, Py_ssize_t head) noexcept:
-    cdef uint64_t saved = fp_enter()
-    rebuild_carry(carry, row, head)
-    fp_leave(saved)

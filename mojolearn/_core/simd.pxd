@@ -86,5 +86,6 @@ cdef extern from "simd.h" nogil:
     void cpu_relax()
     void wait_until(Py_ssize_t* done, Py_ssize_t target)
     void prefetch(const void* address)
+    void prefetch_far(const void* address)
 
     void vimul_wide(vi a, uint32_t factor, vi* low, vi* high)      # 32 x 32 -> 64 bits, unsigned
