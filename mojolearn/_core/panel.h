@@ -52,13 +52,15 @@ MOJO_INLINE void int8_widen(vi words, vf low_scale, vf low_offset, vf high_scale
 
 /* Steps [first, last) of `streams` neighbouring panels times `rows` rows; the sums go to out[stream][row][PANEL].
  * Several streams, because memory is read faster in several places at a time. With many rows a step takes so long that
- * what comes after these steps is fetched meanwhile: `ahead_bytes` from `ahead` on in every panel, for each step. */
+ * what comes after these steps is fetched meanwhile: `ahead_bytes` from `ahead` on in every panel, for each step.
+ * `resume`: the chains go on from the sums in `out`. */
 #define PREFETCH_BYTES 1024
 MOJO_INLINE void matvec_body(const int format, const int streams, const int rows, const char *panels,
                              ptrdiff_t panel_bytes, const float *scales, ptrdiff_t first, ptrdiff_t last,
-                             const float *const *x, const char *ahead, ptrdiff_t ahead_bytes, float *out) {
+                             const float *const *x, const char *ahead, ptrdiff_t ahead_bytes, int resume, float *out) {
     vf acc[4][8][PANEL_VECTORS], w[PANEL_VECTORS];
-    UNROLLED(z, streams) UNROLLED(r, rows) UNROLLED(q, PANEL_VECTORS) acc[z][r][q] = vzero();
+    UNROLLED(z, streams) UNROLLED(r, rows) UNROLLED(q, PANEL_VECTORS)
+        acc[z][r][q] = resume ? vload(out + ((z * rows + r) * PANEL_VECTORS + q) * W) : vzero();
     ptrdiff_t p = first;
     if (format == PANEL_INT8) {
         vf offsets[4][PANEL_VECTORS];
@@ -149,7 +151,7 @@ typedef void (*MatvecKernel)(const char *, ptrdiff_t, const float *, ptrdiff_t, 
                                                             const float *const *x, const char *ahead,                 \
                                                             ptrdiff_t ahead_bytes, float *out) {                      \
         MATVEC_SHORTCUT(format)                                                                                       \
-        matvec_body(format, streams, rows, panels, panel_bytes, scales, first, last, x, ahead, ahead_bytes, out);     \
+        matvec_body(format, streams, rows, panels, panel_bytes, scales, first, last, x, ahead, ahead_bytes, 0, out);  \
     }
 #define MOJO_MATVEC_FORMATS(streams, rows)    \
     MOJO_MATVEC(0, streams, rows)             \
@@ -173,10 +175,24 @@ static const MatvecKernel matvec_kernels[4][2][4] = {
 };
 MOJO_INLINE int matvec_rows(int format) { return format < PANEL_INT8 ? 4 : 8; }
 #elif MOJO_ISA == 2
-MOJO_MATVEC_FORMATS(1, 1) MOJO_MATVEC_FORMATS(2, 1) MOJO_MATVEC_FORMATS(1, 2)
-static const int matvec_streams[2] = {2, 1};
+/* The registers hold the sums of two panels, and memory is faster when it is read in four places: two panels and two more
+ * by turns of a few steps. */
+#define TURN_STEPS 16
+#define MOJO_MATVEC_TURNS(format)                                                                                     \
+    MOJO_NOINLINE void matvec_##format##_4_1(const char *panels, ptrdiff_t panel_bytes, const float *scales,          \
+                                             ptrdiff_t first, ptrdiff_t last, const float *const *x,                  \
+                                             const char *ahead, ptrdiff_t ahead_bytes, float *out) {                  \
+        for (ptrdiff_t p = first; p < last; p += TURN_STEPS)                                                          \
+            for (int z = 0; z < 4; z += 2)                                                                            \
+                matvec_body(format, 2, 1, panels + z * panel_bytes, panel_bytes, scales + z * PANEL, p,               \
+                            p + TURN_STEPS < last ? p + TURN_STEPS : last, x, ahead, ahead_bytes, p > first,          \
+                            out + z * PANEL);                                                                         \
+    }
+MOJO_MATVEC_FORMATS(1, 1) MOJO_MATVEC_FORMATS(1, 2)
+MOJO_MATVEC_TURNS(0) MOJO_MATVEC_TURNS(1) MOJO_MATVEC_TURNS(2) MOJO_MATVEC_TURNS(3)
+static const int matvec_streams[2] = {4, 1};
 static const MatvecKernel matvec_kernels[2][2][4] = {
-    {MOJO_MATVEC_ENTRIES(1, 1), MOJO_MATVEC_ENTRIES(2, 1)},
+    {MOJO_MATVEC_ENTRIES(1, 1), MOJO_MATVEC_ENTRIES(4, 1)},
     {MOJO_MATVEC_ENTRIES(1, 2), MOJO_MATVEC_ENTRIES(1, 2)},
 };
 MOJO_INLINE int matvec_rows(int format) { return 2; }
