@@ -75,7 +75,7 @@ class Work:
         inputs, targets = self.ids[:, :-1], self.ids[:, 1:]
         start = time.perf_counter()
         out = self.model.train_step(inputs, targets)
-        return time.perf_counter() - start, inputs.size, (np.float64(out["loss"]), self.model.flat[:4096])
+        return time.perf_counter() - start, inputs.size, (np.float64(out["loss"]), self.model.flat[::97])
 
     def run_decode(self):
         args = self.args
@@ -105,7 +105,8 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     work = Work(args)
-    work.run()
+    # Training goes on from run to run, so only the first run's output is the same in every process.
+    first_output = digest(*work.run()[2])
     print("READY", flush=True)
     for line in sys.stdin:
         if line.strip() == "q":
@@ -114,8 +115,8 @@ def main():
         runs = []
         while not runs or (sum(run[0] for run in runs) < request.get("min_s", 0) and len(runs) < 50):
             runs.append(work.run())
-        seconds, tokens, output = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
-        answer = {"sec": seconds, "tok_s": tokens / seconds, "digest": digest(*output), "rss_mb": peak_mebibytes()}
+        seconds, tokens, _ = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
+        answer = {"sec": seconds, "tok_s": tokens / seconds, "digest": first_output, "rss_mb": peak_mebibytes()}
         print(json.dumps(answer), flush=True)
 
 
