@@ -75,7 +75,7 @@ class TrainSettings:
     keep: int = field(default=3, metadata={"table": "run", "help": "how many of the last checkpoints stay"})
 
     def check(self) -> None:
-        """Refuse what the library would not: counts of the run itself."""
+        """Refuse counts of the run itself, and by their flags the values that the library names otherwise."""
         for name in ("steps", "eval_every", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
