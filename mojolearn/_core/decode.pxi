@@ -111,19 +111,19 @@ cdef inline Py_ssize_t group_panels(Py_ssize_t panels) noexcept nogil:
 
 
 cdef inline Py_ssize_t panel_units(const PanelMatrix* matrix) noexcept nogil:
-    cdef Py_ssize_t panels = (matrix.outputs + 31) // 32, group = group_panels(panels)
-    return (panels + group - 1) // group
+    return ceil_div(matrix.panels, group_panels(matrix.panels))
 
 
 cdef inline void matvec_unit(const Step* step, const PanelMatrix* matrix, Py_ssize_t unit, const float* x, Py_ssize_t x_width,
                              float* out, Py_ssize_t out_width) noexcept nogil:
-    cdef Py_ssize_t panels = (matrix.outputs + 31) // 32, group = group_panels(panels)
-    panel_matvec(matrix, x, x_width, step.rows, unit * group, min((unit + 1) * group, panels), out, out_width, step.checked)
+    cdef Py_ssize_t group = group_panels(matrix.panels)
+    panel_matvec(matrix, x, x_width, step.rows, unit * group, min((unit + 1) * group, matrix.panels), out, out_width,
+                 step.checked)
 
 
 cdef inline Py_ssize_t unit_columns(const PanelMatrix* matrix, Py_ssize_t unit, Py_ssize_t* first) noexcept nogil:
     """First column of a unit, and their number."""
-    cdef Py_ssize_t group = group_panels((matrix.outputs + 31) // 32) * 32
+    cdef Py_ssize_t group = group_panels(matrix.panels) * PANEL
     first[0] = unit * group
     return min(first[0] + group, matrix.outputs) - first[0]
 
