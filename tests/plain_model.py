@@ -457,14 +457,14 @@ def transformer_block(w, x, heads, kv_heads, dy=None):
     c, s = rope_table(length, hd)
     q, k = rope(q, c, s), rope(k, c, s)
     scale = F(rsqrt(np.float32(hd)))
-    mask = np.where(np.arange(length)[:, None] >= np.arange(length), ZERO, N(0xFF7FFFFF))
-    visible = mask == 0
+    visible = np.arange(length)[:, None] >= np.arange(length)
     weights = np.zeros((batch, heads, length, length), np.float32)
     ctx = np.zeros((batch, length, heads, hd), np.float32)
     for b in range(batch):
         for h in range(heads):
             key, value = k[b, :, h // group], v[b, :, h // group]
-            score = F(mul(matmul(q[b, :, h], key), scale) + mask)
+            # hidden keys count as the mask makes them while scores are finite; others must not reach a token either
+            score = np.where(visible, mul(matmul(q[b, :, h], key), scale) + ZERO, -np.float32(np.inf))
             e = exp(sub(score, total_order_max(score)[:, None]))
             e = np.where(visible, e, ZERO)
             den = np.zeros(length, np.float32)
@@ -571,7 +571,8 @@ class Mamba3Line:
             m = np.tril(mul(matmul(rq, ks), seg), -1)
             yi = np.zeros((real, HEAD), np.float32)
             for j in range(real):
-                yi = fma(m[:, j, None], v[j], yi)
+                # nothing reaches a token from later ones: not even NaN
+                yi[j + 1 :] = fma(m[j + 1 :, j, None], v[j], yi[j + 1 :])
             if real < CHUNK:
                 yi = yi + ZERO
             ys = mul(matmul(rq, h), F(exp(dacs))[:, None])

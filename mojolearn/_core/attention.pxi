@@ -12,7 +12,7 @@ rows padded to whole tiles; positions of packed rows count from ``base``.
 Glossary: b batch row, h query head, kv key-value head, hd head width, width hd padded to whole tiles, q query,
 j key, span number of packed keys.
 """
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport INT32_MAX, int32_t, uint32_t
 from libc.string cimport memcpy, memset
 import numpy as np
 
@@ -126,16 +126,20 @@ cdef void score_cells(const float* rows, Py_ssize_t width, const float* columns,
         d += SCORE_LEAF
 
 
+cdef inline vi hidden_from(const Attention* a, Py_ssize_t first_query, Py_ssize_t lane, Py_ssize_t key) noexcept nogil:
+    """Mask of the queries from ``first_query + lane`` on that do not see a key."""
+    cdef vi position = viadd(vilanes(), viset(<int32_t> (first_query + lane - key)))
+    cdef vi hidden = vigt(viset(0), position)
+    if a.window:
+        hidden = vior(hidden, vigt(position, viset(<int32_t> (a.window - 1))))
+    return hidden
+
+
 cdef inline vf visible_cell(const Attention* a, vf cell, Py_ssize_t first_query, Py_ssize_t lane, Py_ssize_t key,
                             bint edge) noexcept nogil:
     """Score cells of one key for a vector of queries; -inf where the query does not see the key."""
-    cdef vi position, hidden
     if edge:
-        position = viadd(vilanes(), viset(<int32_t> (first_query + lane - key)))
-        hidden = vigt(viset(0), position)
-        if a.window:
-            hidden = vior(hidden, vigt(position, viset(<int32_t> (a.window - 1))))
-        cell = vselect(hidden, vbits(0xFF800000), cell)
+        cell = vselect(hidden_from(a, first_query, lane, key), vbits(0xFF800000), cell)
     return cell
 
 

@@ -6,8 +6,12 @@ so tiles of queries pass in that order and add to rows that stay in scratch.
 
 Hidden keys have weight +0, and every chain of the profile walks them too. A term of +-0 matters to one kind of sum
 only, one that underflowed to -0: it becomes +0 at the first term that is +0. So the tiles skip what is hidden, and
-the ``settle`` functions walk the signs of skipped terms for the few sums that stand at -0.
+the ``settle`` functions walk the signs of skipped terms for the few sums that stand at -0. Where something may be
+infinite or NaN, a hidden term may be NaN: then nothing is skipped.
 """
+
+
+cdef double FAR_FROM_INFINITY = 2.0 ** 120
 
 
 cdef struct BackwardJob:
@@ -34,11 +38,12 @@ cdef struct BackwardScratch:
     float* dkeys        # (span rows, width), continued by every tile of the unit
     float* dvalues
     float* sums         # (L): sum of weight times its gradient, of the present head
+    bint whole          # nothing is skipped
 
 
 cdef Py_ssize_t backward_scratch(const Attention* a, float* start, BackwardScratch* s) noexcept nogil:
     """Lay the scratch out from ``start``; returns its size."""
-    cdef Py_ssize_t tile = a.width * CHAIN_LANES, view = longest_view(a) * CHAIN_LANES
+    cdef Py_ssize_t tile = a.width * CHAIN_LANES, view = (a.length + CHAIN_ROWS) * CHAIN_LANES
     s.columns = start
     s.dcolumns = s.columns + tile
     s.rows = s.dcolumns + tile
@@ -178,11 +183,13 @@ cdef void backward_weights(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, P
         score_cells(values + j * a.width, a.width, s.dcolumns, a.head_dim, s.dweights + (j - low) * CHAIN_LANES)
         edge = j + CHAIN_ROWS - 1 > row or (a.window and j < row + CHAIN_LANES - a.window)
         for i in range(j, min(j + CHAIN_ROWS, high)):
-            e = exponential(visible_cell(a, vload(weight), row, 0, i, edge), scale, top[0])
-            vstore(weight, weight_of(e, total[0], reciprocal[0]))
-            e = exponential(visible_cell(a, vload(weight + vlanes), row, vlanes, i, edge), scale, top[1])
-            vstore(weight + vlanes, weight_of(e, total[1], reciprocal[1]))
-            weight += CHAIN_LANES
+            for lane in range(2):
+                e = exponential(visible_cell(a, vload(weight), row, lane * vlanes, i, edge), scale, top[lane])
+                e = weight_of(e, total[lane], reciprocal[lane])
+                if s.whole:      # the maximum or the denominator may be NaN
+                    e = vselect(hidden_from(a, row, lane * vlanes, i), vzero(), e)
+                vstore(weight, e)
+                weight += vlanes
         if fp_underflowed():
             fp_fast()
         j += CHAIN_ROWS
@@ -252,7 +259,8 @@ cdef void backward_tile(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_s
     cdef Attention* a = &job.a
     cdef Py_ssize_t width = a.width, hd = a.head_dim, group = a.heads // a.kv_heads, kv = h // group
     cdef Py_ssize_t count = min(<Py_ssize_t> CHAIN_LANES, a.length - row)
-    cdef Py_ssize_t low = first_visible(a, row), high = row + count, end, j, i, d, r, block_end
+    cdef Py_ssize_t low = 0 if s.whole else first_visible(a, row), high = a.length if s.whole else row + count
+    cdef Py_ssize_t end, j, i, d, r, block_end
     cdef const float* keys = a.keys + (b * a.kv_heads + kv) * a.span_rows * width
     cdef const float* values = a.values + (b * a.kv_heads + kv) * a.span_rows * width
     cdef const float* queries = a.queries + (b * a.length + row) * a.query_stride + h * hd
@@ -266,7 +274,7 @@ cdef void backward_tile(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_s
     copy_rows(dout, job.dout_stride, count, hd, width, s.drows)
     backward_weights(job, s, b, h, row, count, low, high, keys, values)
     end = low + (high - low + CHAIN_ROWS - 1) // CHAIN_ROWS * CHAIN_ROWS
-    if row and h % group:
+    if row and h % group and not s.whole:
         # keys that no earlier query of this head has seen, whose sums come from earlier heads
         fp_exact()
         for j in range(row, min(end, a.length)):
@@ -301,11 +309,44 @@ cdef void backward_tile(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_s
         store_head(s.dqueries + r * width, job.dqueries + (b * a.length + row + r) * job.dqueries_stride + h * hd, hd)
 
 
+cdef double largest(const float* x, Py_ssize_t stride, Py_ssize_t rows, Py_ssize_t n) noexcept nogil:
+    """Largest size in rows of n floats; NaN if one is (as bits, NaNs are larger than infinity)."""
+    cdef vi most = viset(0), magnitude = viset(INT32_MAX)
+    cdef int32_t lanes[vlanes]
+    cdef int32_t bits = 0
+    cdef float result
+    cdef Py_ssize_t r, i
+    for r in range(rows):
+        i = 0
+        while i < n:
+            most = vimax(most, viand(vasint(load_lanes(x + r * stride + i, n - i)), magnitude))
+            i += vlanes
+    vistore(lanes, most)
+    for i in range(vlanes):
+        bits = max(bits, lanes[i])
+    memcpy(&result, &bits, 4)
+    return result
+
+
+cdef bint may_overflow(BackwardJob* job, Py_ssize_t b, Py_ssize_t kv, const float* keys,
+                       const float* values) noexcept nogil:
+    """Whether a score, a gradient of a weight or the sum of one may be infinite or NaN, hidden or not."""
+    cdef const Attention* a = &job.a
+    cdef Py_ssize_t hd = a.head_dim, group = a.heads // a.kv_heads, first = kv * group * hd, row = b * a.length
+    cdef double scores = largest(a.queries + row * a.query_stride + first, a.query_stride, a.length, group * hd)
+    cdef double gradients = largest(job.dout + row * job.dout_stride + first, job.dout_stride, a.length, group * hd)
+    scores *= largest(keys, a.width, a.length, hd) * hd
+    gradients *= largest(values, a.width, a.length, hd) * hd
+    return not (scores < FAR_FROM_INFINITY and gradients < FAR_FROM_INFINITY)
+
+
 cdef void backward_head(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_ssize_t kv) noexcept nogil:
     """All gradients that one key-value head takes part in."""
     cdef Attention* a = &job.a
     cdef Py_ssize_t width = a.width, hd = a.head_dim, group = a.heads // a.kv_heads, h, row, j
+    cdef const float* keys = a.keys + (b * a.kv_heads + kv) * a.span_rows * width
     cdef const float* values = a.values + (b * a.kv_heads + kv) * a.span_rows * width
+    s.whole = may_overflow(job, b, kv, keys, values)
     memset(s.dkeys, 0, a.span_rows * width * sizeof(float))
     memset(s.dvalues, 0, a.span_rows * width * sizeof(float))
     for h in range(kv * group, (kv + 1) * group):
@@ -313,7 +354,7 @@ cdef void backward_head(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_s
         while row < a.length:
             backward_tile(job, s, b, h, row)
             row += CHAIN_LANES
-        if a.window:
+        if a.window and not s.whole:
             # queries past the window of a key
             for j in range(a.length - a.window):
                 settle_key(job, b, h, j + a.window, a.length, values + j * width, s.sums, s.dkeys + j * width,

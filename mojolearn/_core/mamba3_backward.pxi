@@ -199,6 +199,7 @@ cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count,
     cdef float* diagonal = total + 5 * CHUNK
     cdef float last[STATE_LANES]
     cdef float sums[STATE_LANES]
+    cdef bint vanish = False, skip = False
     cdef vf acc0, acc1, end0, end1
     cdef const float* x
     cdef const float* k
@@ -223,6 +224,7 @@ cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count,
                      unused + TALL, ks_chunks + lane * TALL, diagonal)
         for j in range(CHUNK):
             end_lanes[j * STATE_LANES + lane] = to_end[j]
+        vanish |= to_end[0] == 0.0       # they grow with j
         last[lane] = from_start[CHUNK - 1]
     p = 0
     while p < HEAD:
@@ -233,9 +235,12 @@ cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count,
         for j in range(CHUNK):
             gather_lanes(v, STATE_LANES, j * shape.width + p, v_lanes + (j * HEAD + p) * STATE_LANES, STATE_LANES)
         p += vlanes
+    if vanish:
+        skip = (isfinite(largest(dh_lanes, TALL * STATE_LANES)) and largest(v_lanes, SQUARE * STATE_LANES)
+                * largest(ks_lanes, TALL * STATE_LANES) <= LARGEST)
     for j in range(CHUNK):
         add_token(dh_lanes, ks_lanes + j * STATE * STATE_LANES, v_lanes + j * HEAD * STATE_LANES,
-                  end_lanes + j * STATE_LANES, sums)
+                  end_lanes + j * STATE_LANES, skip, sums)
     acc0 = vload(sums)
     acc1 = vload(sums + vlanes)
     end0 = vload(last)
@@ -328,12 +333,12 @@ cdef enum Size:
     PLAIN = 2            # only decays that run out make subnormal products: these are guarded
 
 
-cdef void query_row(ChunkScratch* s, Size size, const float* floor, const float* dy, Py_ssize_t i,
+cdef void query_row(ChunkScratch* s, Size size, bint strip, const float* floor, const float* dy, Py_ssize_t i,
                     float* out) noexcept nogil:
     """Step 4, dq16 of row i: the farthest tokens come first, and with them the decays that run out."""
     cdef const float* decay = s.decay + i * CHUNK
     cdef Py_ssize_t first = 0, last = i, low = 0, high = 0
-    find_tiny(decay, floor, 1.0, &first, &last, &low, &high)
+    find_tiny(decay, floor, 1.0, strip, &first, &last, &low, &high)
     scale_rows(s.ks_rows, decay, first, last, s.decayed)
     if size == PLAIN and high > first:
         scale_up_rows(s.decayed, high - first)
@@ -350,12 +355,12 @@ cdef void query_row(ChunkScratch* s, Size size, const float* floor, const float*
     fp_exact()
 
 
-cdef void key_row(ChunkScratch* s, Size size, const float* floor, float least, Py_ssize_t j, Py_ssize_t real,
-                  float* out) noexcept nogil:
+cdef void key_row(ChunkScratch* s, Size size, bint strip, const float* floor, float least, Py_ssize_t j,
+                  Py_ssize_t real, float* out) noexcept nogil:
     """Step 4, dk16 of row j; ``least`` is the smallest nonzero size in v_j."""
     cdef const float* decay = s.pairs_turned + j * CHUNK
     cdef Py_ssize_t first = j + 1, last = real, low = 0, high = 0
-    find_tiny(decay, floor, least, &first, &last, &low, &high)
+    find_tiny(decay, floor, least, strip, &first, &last, &low, &high)
     scale_rows(s.q_rows, decay, first, last, s.decayed)
     if size == PLAIN and high > low:
         scale_up_rows(s.decayed + (low - first) * STATE, last - low)
@@ -381,6 +386,7 @@ cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, 
     cdef double k_size = largest(s.ks, TALL), q_size = largest(s.qrot, TALL)
     cdef double most = largest(dy, SQUARE) * largest(s.v, SQUARE) * max(k_size, q_size, 128 * k_size * q_size)
     cdef Size size = PLAIN
+    cdef bint strip = isfinite(most)     # a decay of zero makes zeros of what is finite, and NaN of the rest
     if most < SMALLEST / 2:
         size = VANISHING
     elif most < SMALLEST * FAINT_RANGE:
@@ -396,10 +402,10 @@ cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, 
     transpose(s.ks, CHUNK, STATE, CHUNK, s.ks_rows, STATE)
     transpose(s.qrot, CHUNK, STATE, CHUNK, s.q_rows, STATE)
     for i in range(real):
-        query_row(s, size, k_floor, dy, i, s.rows + i * STATE)
+        query_row(s, size, strip, k_floor, dy, i, s.rows + i * STATE)
     transpose(s.rows, STATE, CHUNK, STATE, s.dq, CHUNK)
     for i in range(real):
-        key_row(s, size, q_floor, v_least[i], i, real, s.rows + i * STATE)
+        key_row(s, size, strip, q_floor, v_least[i], i, real, s.rows + i * STATE)
     transpose(s.rows, STATE, CHUNK, STATE, s.dk, CHUNK)
     if size == VANISHING:
         fp_fast()

@@ -186,10 +186,10 @@ cdef void smallest(const float* x, Py_ssize_t rows, float* out) noexcept nogil:
         t += vlanes
 
 
-cdef void find_tiny(const float* decay, const float* floor, float least, Py_ssize_t* first, Py_ssize_t* last,
-                    Py_ssize_t* low, Py_ssize_t* high) noexcept nogil:
-    """Of the decays first..last, strip zeros from both ends, then set low..high to the span of those that can make a
-    subnormal product: less than 2^-124 / (least * smallest factor), with floor = 2^-124 / (smallest factor)."""
+cdef void find_tiny(const float* decay, const float* floor, float least, bint strip, Py_ssize_t* first,
+                    Py_ssize_t* last, Py_ssize_t* low, Py_ssize_t* high) noexcept nogil:
+    """Of the decays first..last, strip zeros from both ends if told, then set low..high to the span of those that can
+    make a subnormal product: less than 2^-124 / (least * smallest factor), with floor = 2^-124 / (smallest factor)."""
     cdef Py_ssize_t j
     cdef vi found = viset(0)
     cdef vf size = vset(least)
@@ -200,9 +200,9 @@ cdef void find_tiny(const float* decay, const float* floor, float least, Py_ssiz
         j += vlanes
     if not vany(found):
         return
-    while first[0] < last[0] and decay[first[0]] == 0.0:
+    while strip and first[0] < last[0] and decay[first[0]] == 0.0:
         first[0] += 1
-    while first[0] < last[0] and decay[last[0] - 1] == 0.0:
+    while strip and first[0] < last[0] and decay[last[0] - 1] == 0.0:
         last[0] -= 1
     low[0] = high[0] = first[0]
     for j in range(first[0], last[0]):
@@ -310,10 +310,12 @@ cdef inline bint add_token_guarded(const float* dh, const float* ks, const float
     return True
 
 
-cdef void add_token(const float* dh, const float* ks, const float* v, const float* end, float* sums) noexcept nogil:
-    """Add dh (v ks) end over p, then n, to the sums of STATE_LANES chunks: one token's part."""
+cdef void add_token(const float* dh, const float* ks, const float* v, const float* end, bint skip,
+                    float* sums) noexcept nogil:
+    """Add dh (v ks) end over p, then n, to the sums of STATE_LANES chunks: one token's part. ``skip``: where ``end`` is
+    zero the part is."""
     cdef vf end0 = vload(end), end1 = vload(end + vlanes), tiny = vbits(0x1F800000)
-    if not vany(vior(vgt(end0, vzero()), vgt(end1, vzero()))):
+    if skip and not vany(vinot(viand(veq(end0, vzero()), veq(end1, vzero())))):
         return
     if vany(vior(vlt(end0, tiny), vlt(end1, tiny))) and add_token_guarded(dh, ks, v, end, sums):
         return

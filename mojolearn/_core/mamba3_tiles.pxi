@@ -5,6 +5,8 @@
 
 from mojolearn._core.elementary cimport *
 from mojolearn._core._pool cimport next_unit_in_turn, run_in_turns
+from libc.math cimport isfinite
+from libc.stdint cimport INT32_MAX, int32_t
 from libc.string cimport memcpy, memset
 
 cdef extern from *:
@@ -41,6 +43,7 @@ cdef enum:
     PLANE_PAD = 16      # zeros after the last token of a plane of per-token scalars
 
 cdef double SMALLEST = 2.0 ** -126      # the smallest normal number
+cdef double LARGEST = 2.0 ** 128 - 2.0 ** 104
 cdef double FAINT_RANGE = 2.0 ** 36     # sums whose largest term is below SMALLEST * this are watched for underflow
 cdef float PI = 3.14159274101257324
 cdef float TWO_PI = 6.28318548202514648
@@ -131,15 +134,19 @@ cdef bint tile_doubtful(const float* a, Py_ssize_t a_row, Py_ssize_t a_k, const 
 
 
 cdef double largest(const float* x, Py_ssize_t n) noexcept nogil:
-    """Largest size among n values, a multiple of 16."""
-    cdef vf most = vzero()
-    cdef double result = 0
+    """Largest size among n values, a multiple of 16; NaN if one is (as bits, NaNs are larger than infinity)."""
+    cdef vi most = viset(0), magnitude = viset(INT32_MAX)
+    cdef int32_t lanes[vlanes]
+    cdef int32_t bits = 0
+    cdef float result
     cdef Py_ssize_t i = 0
     while i < n:
-        most = vmax(vabs(vload(x + i)), most)
+        most = vimax(most, viand(vasint(vload(x + i)), magnitude))
         i += vlanes
+    vistore(lanes, most)
     for i in range(vlanes):
-        result = max(result, <double> vget(most, i))
+        bits = max(bits, lanes[i])
+    memcpy(&result, &bits, 4)
     return result
 
 
@@ -193,34 +200,6 @@ cdef void product_nn(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k,
     end_product()
 
 
-cdef void product_nn_upper(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k, float* out) noexcept nogil:
-    """As product_nn for a ``b`` (64, 64) that is zero on and below its diagonal."""
-    cdef Product product = start_product(a, m * CHUNK, b, k * CHUNK)
-    cdef Py_ssize_t i, j = 0, steps
-    while j < CHUNK:
-        steps = min(k, j + <Py_ssize_t> MIX_COLUMNS)
-        i = 0
-        while i < m:
-            exact_tile(&product, a + i * CHUNK, CHUNK, 1, b + j, steps, out + i * CHUNK + j)
-            i += MIX_ROWS
-        j += MIX_COLUMNS
-    end_product()
-
-
-cdef void product_nn_below(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k, float* out) noexcept nogil:
-    """As product_nn for a ``b`` (64, 64) that is zero on and above its diagonal."""
-    cdef Product product = start_product(a, m * CHUNK, b, k * CHUNK)
-    cdef Py_ssize_t i, j = 0, steps
-    while j < CHUNK:
-        steps = max(k - j, 0)
-        i = 0
-        while i < m:
-            exact_tile(&product, a + i * CHUNK + j, CHUNK, 1, b + j * CHUNK + j, steps, out + i * CHUNK + j)
-            i += MIX_ROWS
-        j += MIX_COLUMNS
-    end_product()
-
-
 cdef void product_tn(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last, Py_ssize_t k,
                      float* out) noexcept nogil:
     """Rows first..last of out (64, 64) = a (k, 64) transposed times b (k, 64), in whole tiles."""
@@ -250,11 +229,72 @@ cdef void product_tn_lower(const float* a, const float* b, Py_ssize_t first, Py_
     end_product()
 
 
+cdef inline bint all_finite(const float* x, Py_ssize_t n) noexcept nogil:
+    return isfinite(largest(x, n))
+
+
+cdef inline float triangle_chain(const float* a, Py_ssize_t a_k, const float* b, Py_ssize_t k) noexcept nogil:
+    cdef float total = 0.0
+    cdef Py_ssize_t q
+    for q in range(k):
+        total = sfma(a[q * a_k], b[q * CHUNK], total)
+    return total
+
+
+# Of a triangular operand the terms beyond the diagonal do not belong to the sums. Tiles reach across it: a zero times
+# what is finite changes no sum. Where the other operand is not finite, every sum is walked by itself.
+
+cdef void product_nn_upper(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k, float* out) noexcept nogil:
+    """As product_nn for a ``b`` (64, 64) that is zero on and below its diagonal."""
+    cdef Product product
+    cdef Py_ssize_t i, j = 0, steps
+    if not all_finite(a, m * CHUNK):
+        for i in range(m):
+            for j in range(CHUNK):
+                out[i * CHUNK + j] = triangle_chain(a + i * CHUNK, 1, b + j, min(j, k))
+        return
+    product = start_product(a, m * CHUNK, b, k * CHUNK)
+    while j < CHUNK:
+        steps = min(k, j + <Py_ssize_t> MIX_COLUMNS)
+        i = 0
+        while i < m:
+            exact_tile(&product, a + i * CHUNK, CHUNK, 1, b + j, steps, out + i * CHUNK + j)
+            i += MIX_ROWS
+        j += MIX_COLUMNS
+    end_product()
+
+
+cdef void product_nn_below(const float* a, const float* b, Py_ssize_t m, Py_ssize_t k, float* out) noexcept nogil:
+    """As product_nn for a ``b`` (64, 64) that is zero on and above its diagonal."""
+    cdef Product product
+    cdef Py_ssize_t i, j = 0, steps
+    if not all_finite(a, m * CHUNK):
+        for i in range(m):
+            for j in range(CHUNK):
+                out[i * CHUNK + j] = triangle_chain(a + i * CHUNK + j + 1, 1, b + (j + 1) * CHUNK + j, max(k - j - 1, 0))
+        return
+    product = start_product(a, m * CHUNK, b, k * CHUNK)
+    while j < CHUNK:
+        steps = max(k - j, 0)
+        i = 0
+        while i < m:
+            exact_tile(&product, a + i * CHUNK + j, CHUNK, 1, b + j * CHUNK + j, steps, out + i * CHUNK + j)
+            i += MIX_ROWS
+        j += MIX_COLUMNS
+    end_product()
+
+
 cdef void product_nn_lower(const float* a, const float* b, Py_ssize_t first, Py_ssize_t last,
                            float* out) noexcept nogil:
     """Rows first..last of a (64, 64) b (64, 64) for an ``a`` that is zero on and above its diagonal."""
-    cdef Product product = start_product(a, last * CHUNK, b, last * CHUNK)
+    cdef Product product
     cdef Py_ssize_t i, j = 0, steps
+    if not all_finite(b, last * CHUNK):
+        for i in range(first, last):
+            for j in range(CHUNK):
+                out[i * CHUNK + j] = triangle_chain(a + i * CHUNK, 1, b + j, i)
+        return
+    product = start_product(a, last * CHUNK, b, last * CHUNK)
     first -= first % MIX_ROWS
     while j < CHUNK:
         i = first
@@ -268,8 +308,14 @@ cdef void product_nn_lower(const float* a, const float* b, Py_ssize_t first, Py_
 
 cdef void product_tn_upper(const float* a, const float* b, Py_ssize_t rows, float* out) noexcept nogil:
     """out = a^T b over the first ``rows`` rows of both, for an ``a`` that is zero on and above its diagonal."""
-    cdef Product product = start_product(a, rows * CHUNK, b, rows * CHUNK)
+    cdef Product product
     cdef Py_ssize_t i, j = 0
+    if not all_finite(b, rows * CHUNK):
+        for i in range(rows):
+            for j in range(CHUNK):
+                out[i * CHUNK + j] = triangle_chain(a + (i + 1) * CHUNK + i, CHUNK, b + (i + 1) * CHUNK + j, rows - i - 1)
+        return
+    product = start_product(a, rows * CHUNK, b, rows * CHUNK)
     while j < CHUNK:
         i = 0
         while i < rows:
