@@ -3,7 +3,8 @@
 # A product is cut in tiles of TILE_ROWS x TILE_COLUMNS outputs that live in registers for one leaf of the sum; the tile
 # itself is in tile.h. Around it, from the inside out:
 #
-# * A few row panels take turns at one leaf of a column panel; the leaves are folded by a binary counter.
+# * A few row panels take turns at one leaf of a column panel; the leaves are folded by a binary counter. Meanwhile what
+#   the next turns need is fetched from the third-level cache.
 # * A block of the sum (a power of two of leaves, so that it is a whole subtree of the fold) is packed and done at once.
 #   The blocks are folded by a second counter whose partial results lie in the thread's scratch memory.
 # * The operand with fewer rows (of the output) is packed once and shared by all threads. The other is cut in blocks of
@@ -23,6 +24,7 @@ cdef extern from "tile.h" nogil:
         Py_ssize_t stride
     ctypedef struct Leaf:
         Py_ssize_t steps
+        const float* ahead
         const float* seed
         const Partial* older
         Py_ssize_t merges
@@ -37,10 +39,13 @@ cdef enum:
     BLOCK_LEAVES = 16
     BLOCK_STEPS = 2048
     LEAF_LEVELS = 4                    # of the counter inside a block
-    GROUP = 4                          # row panels that take turns at a leaf of a column panel
-    PACK_UNITS = 4                     # panels packed at a time
+    GROUP = 12                         # row panels, at most, that take turns at a leaf of a column panel
+    SHARED_GROUP = 4                   # of shared row panels, which come from farther away
+    PACK_PANELS = 4                    # packed at a time,
+    PACK_STEPS = 64                    # or steps of all panels
     SHARED_BYTES = 32 << 20            # the shared operand is done in slices of at most this size
     NARROW_PART = 1 << 26              # multiplications of a part where vectors have four lanes
+    LINE = 16                          # floats of a cache line
     # Panels begin 64 bytes further than their length says: rows of equal panels at a distance of a multiple of 4096
     # bytes would fall on the same cache sets, and the packing writes up to a vector beyond a panel.
     PANEL_PAD = 16
@@ -294,10 +299,12 @@ cdef struct Block:
 
 
 cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t first, Py_ssize_t last, Py_ssize_t column,
-                         const float* a, const float* b) noexcept nogil:
+                         const float* a, const float* b, const float* next_a) noexcept nogil:
     """Row panels [first, last), at most GROUP, times TILE_COLUMNS columns, over one block of the sum.
 
     Leaf by leaf, so that a leaf of the column panel stays in the nearest cache while the row panels take their turn.
+    What comes from far away is fetched ahead: the row panels ``next_a``, unless NULL, or else, by the first tiles, the
+    next leaf of the column panel.
     """
     cdef float waiting[LEAF_LEVELS][GROUP][TILE_ROWS * TILE_COLUMNS]
     cdef Partial older[FOLD_LEVELS]
@@ -318,6 +325,11 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
             row = first_row(job, i)
             rows = panel_rows(job, i)
             a_leaf = a + (i - first) * job.row_stride + t * job.leaf * rows
+            leaf.ahead = NULL
+            if next_a != NULL:
+                leaf.ahead = next_a + (i - first) * job.row_stride + t * job.leaf * rows
+            elif job.rows_private and (i - first) * LINE < PANEL:
+                leaf.ahead = b_leaf + job.leaf * (PANEL + (i - first) * LINE)
             leaf.seed = NULL
             leaf.older = older
             leaf.merges = merges
@@ -351,36 +363,45 @@ cdef void pack_shared(Product* job) noexcept nogil:
     """Take part in the packing of the shared operand, and return when all of it is done."""
     cdef Py_ssize_t panels = job.column_panels if job.rows_private else job.row_panels
     cdef Py_ssize_t stride = job.column_stride if job.rows_private else job.row_stride
-    cdef Py_ssize_t per_block = ceil_div(panels, PACK_UNITS)
+    # Memory is read in long runs: of rows for a few panels, of steps for all panels. (Narrow row panels have no steps
+    # that could be packed apart: a step is written over what the one before it wrote too much.)
+    cdef bint by_steps = job.rows_private and job.b.layout == BY_STEPS
+    cdef Py_ssize_t per_block = ceil_div(job.block_steps, PACK_STEPS) if by_steps else ceil_div(panels, PACK_PANELS)
     cdef Py_ssize_t units = 0 if job.rows_private and job.columns_ready else per_block * job.blocks
-    cdef Py_ssize_t unit, block, first, last, start, steps
+    cdef Py_ssize_t unit, start, steps, first, done
+    cdef float* packed
     while True:
         unit = next_unit(&job.next_pack)
         if unit >= units:
             break
-        block = unit // per_block
-        first = (unit % per_block) * PACK_UNITS
-        last = min(first + PACK_UNITS, panels)
-        start = block * job.block_steps
+        start = unit // per_block * job.block_steps
         steps = min(job.block_steps, job.steps - start)
-        if job.rows_private:
-            pack_column_panels(job, first, last, start, steps, job.shared + (block * panels + first) * stride)
+        packed = job.shared + unit // per_block * panels * stride
+        if by_steps:
+            done = min(unit % per_block * PACK_STEPS, steps)
+            pack_column_panels(job, 0, panels, start + done, min(<Py_ssize_t> PACK_STEPS, steps - done),
+                               packed + done * PANEL)
         else:
-            pack_row_panels(job, first, last, start, steps, job.shared + (block * panels + first) * stride)
+            first = unit % per_block * PACK_PANELS
+            packed += first * stride
+            if job.rows_private:
+                pack_column_panels(job, first, min(first + PACK_PANELS, panels), start, steps, packed)
+            else:
+                pack_row_panels(job, first, min(first + PACK_PANELS, panels), start, steps, packed)
         unit_done(&job.packed)
     while units_done(&job.packed) < units:
         cpu_relax()
 
 
 cdef void multiply_rows(const Product* job, const Block* block, Py_ssize_t first, Py_ssize_t last, Py_ssize_t j,
-                        const float* a, const float* b) noexcept nogil:
+                        const float* a, const float* b, const float* next_a) noexcept nogil:
     """Row panels [first, last) times column panel j, over one block of the sum."""
-    cdef Py_ssize_t column = j * PANEL, end = min(column + PANEL, job.n), i
+    cdef Py_ssize_t column = j * PANEL, end = min(column + PANEL, job.n), groups = ceil_div(last - first, GROUP), group, i
     while column < end:
-        i = first
-        while i < last:
-            multiply_group(job, block, i, min(i + GROUP, last), column, a + (i - first) * job.row_stride, b)
-            i += GROUP
+        for group in range(groups):
+            i = first + group * (last - first) // groups
+            multiply_group(job, block, i, first + (group + 1) * (last - first) // groups, column,
+                           a + (i - first) * job.row_stride, b, next_a)
         column += TILE_COLUMNS
         b += TILE_COLUMNS
 
@@ -390,7 +411,7 @@ cdef void multiply_part(const Product* job, Py_ssize_t part, float* packed) noex
     cdef Py_ssize_t panels = job.row_panels if job.rows_private else job.column_panels
     cdef Py_ssize_t first = part * panels // job.parts, last = (part + 1) * panels // job.parts
     cdef Py_ssize_t i0 = 0, i1 = job.row_panels, j0 = 0, j1 = job.column_panels
-    cdef Py_ssize_t index, start, i, j
+    cdef Py_ssize_t index, start, groups, group, i, j, end
     cdef const float* a_panels
     cdef const float* b_panels
     cdef Block block
@@ -424,14 +445,16 @@ cdef void multiply_part(const Product* job, Py_ssize_t part, float* packed) noex
         # the panels of the shared operand in the outer loop: the part stays in the second-level cache
         if job.rows_private:
             for j in range(j0, j1):
-                multiply_rows(job, &block, i0, i1, j, a_panels, b_panels + (j - j0) * job.column_stride)
+                multiply_rows(job, &block, i0, i1, j, a_panels, b_panels + (j - j0) * job.column_stride, NULL)
         else:
-            i = i0
-            while i < i1:
+            groups = ceil_div(i1, SHARED_GROUP)
+            for group in range(groups):
+                i = group * i1 // groups
                 for j in range(j0, j1):
-                    multiply_rows(job, &block, i, min(i + GROUP, i1), j, a_panels + (i - i0) * job.row_stride,
-                                  b_panels + (j - j0) * job.column_stride)
-                i += GROUP
+                    end = (group + 1) * i1 // groups
+                    multiply_rows(job, &block, i, end, j, a_panels + i * job.row_stride,
+                                  b_panels + (j - j0) * job.column_stride,
+                                  a_panels + end * job.row_stride if j == j1 - 1 else NULL)
 
 
 cdef void multiply_job(void* arg, int thread) noexcept nogil:

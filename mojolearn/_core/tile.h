@@ -45,6 +45,7 @@ typedef struct {
 
 typedef struct {
     ptrdiff_t steps;
+    const float *ahead;   /* NULL, or what a later tile needs: a cache line is fetched with every step */
     const float *seed;    /* NULL, or [rows][TILE_COLUMNS] that the chains go on from */
     const Partial *older; /* earlier subtrees of the same outputs, the newest first */
     ptrdiff_t merges;
@@ -125,21 +126,34 @@ MOJO_NOINLINE void exact_tile_row(const float *x, ptrdiff_t x_step, const float 
     _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) \
         _Pragma("GCC unroll 4") for (int q = 0; q < TILE_VECTORS; q++)
 
-MOJO_INLINE void tile_sums(const int rows, const float *a, const float *b, const Leaf *leaf,
-                           vf acc[TILE_ROWS][TILE_VECTORS]) {
-    FOR_TILE(rows, r, q) acc[r][q] = vzero();
-    if (leaf->seed) {
-        FOR_TILE(rows, r, q) acc[r][q] = vload(leaf->seed + r * TILE_COLUMNS + q * W);
-    }
+MOJO_INLINE void tile_steps(const int rows, const int fetch, const float *a, const float *b, const Leaf *leaf,
+                            vf acc[TILE_ROWS][TILE_VECTORS]) {
+    const char *ahead = (const char *)leaf->ahead;
 #pragma GCC unroll 1
     for (ptrdiff_t p = leaf->steps; p > 0; p--) {
         vf columns[TILE_VECTORS];
+        if (fetch) {
+            prefetch_far(ahead);
+            ahead += 64;
+        }
 #pragma GCC unroll 4
         for (int q = 0; q < TILE_VECTORS; q++) columns[q] = vload(b + q * W);
         FOR_TILE(rows, r, q) acc[r][q] = vfma(vset(a[r]), columns[q], acc[r][q]);
         a += rows;
         b += PANEL;
     }
+}
+
+MOJO_INLINE void tile_sums(const int rows, const float *a, const float *b, const Leaf *leaf,
+                           vf acc[TILE_ROWS][TILE_VECTORS]) {
+    FOR_TILE(rows, r, q) acc[r][q] = vzero();
+    if (leaf->seed) {
+        FOR_TILE(rows, r, q) acc[r][q] = vload(leaf->seed + r * TILE_COLUMNS + q * W);
+    }
+    if (leaf->ahead)
+        tile_steps(rows, 1, a, b, leaf, acc);
+    else
+        tile_steps(rows, 0, a, b, leaf, acc);
 }
 
 #if MOJO_ISA == 1
