@@ -29,7 +29,8 @@ IGNORE_INDEX = -100
 HEAD_BYTES = 256 << 20
 
 # A batch of more than twice this many tokens is done in segments of about this size with a carried state, which gives
-# the same bits: the activations then take little memory, and more of them stay in cache.
+# the same bits: the activations then take little memory, and more of them stay in cache. Without attention layers the
+# segments are twice as long: handing the states on costs as much as the cache saves.
 SEGMENT_TOKENS = 512
 
 _CHUNK = 64  # tokens of a Mamba-3 chunk; segments of whole chunks do no chunk twice
@@ -343,8 +344,9 @@ class SambaModel:
         with self._context() as ctx:
             if lengths is not None:
                 return self._forward_ragged(ctx, ids, lengths, last_only)
+            segment = SEGMENT_TOKENS if self._has_attention else 2 * SEGMENT_TOKENS
             if state is None and ids.size > 2 * SEGMENT_TOKENS:
-                return self._forward_segments(ctx, ids, last_only)
+                return self._forward_segments(ctx, ids, last_only, segment)
             x, advances = self._run_blocks(ctx, ids, state)
             if last_only:
                 x = np.ascontiguousarray(x[:, -1:])
@@ -599,9 +601,9 @@ class SambaModel:
         workspace.release(mark)
         return losses
 
-    def _forward_segments(self, ctx, ids, last_only):
+    def _forward_segments(self, ctx, ids, last_only, tokens):
         batch, length = ids.shape
-        size = max(_CHUNK, SEGMENT_TOKENS // batch // _CHUNK * _CHUNK)
+        size = max(_CHUNK, tokens // batch // _CHUNK * _CHUNK)
         logits = np.empty((batch, 1 if last_only else length, self.config.vocab), np.float32)
         state = self.allocate_state(batch, length)
         for first in range(0, length, size):
