@@ -54,6 +54,7 @@ cdef inline Py_ssize_t row_stride(const float[:, :] rows) noexcept:
     return rows.strides[0] // <Py_ssize_t> sizeof(float)
 
 
+include "fold.pxi"
 include "attention_step.pxi"
 include "attention_rows.pxi"
 
@@ -98,7 +99,7 @@ cdef void pack_queries(const float* rows, Py_ssize_t stride, Py_ssize_t count, P
 cdef void score_cells(const float* rows, Py_ssize_t width, const float* columns, Py_ssize_t depth,
                       float* out) noexcept nogil:
     """Product cells of CHAIN_ROWS rows with CHAIN_LANES columns: a chain per leaf, leaves folded in pairs."""
-    if depth <= SCORE_LEAF:
+    if depth <= LEAF:
         chain_rows(rows, width, columns, out, depth)
         return
     # a binary counter of finished leaves; 16 levels hold 2^15 leaves, more than any head has
@@ -108,7 +109,7 @@ cdef void score_cells(const float* rows, Py_ssize_t width, const float* columns,
     cdef float* older
     d = 0
     while d < depth:
-        steps = min(<Py_ssize_t> SCORE_LEAF, depth - d)
+        steps = min(<Py_ssize_t> LEAF, depth - d)
         chain_rows(rows + d, width, columns + d * CHAIN_LANES, out, steps)
         size = 1
         while top and (sizes[top - 1] == size or d + steps == depth):
@@ -123,7 +124,7 @@ cdef void score_cells(const float* rows, Py_ssize_t width, const float* columns,
             memcpy(levels + top * CHAIN_ROWS * CHAIN_LANES, out, CHAIN_ROWS * CHAIN_LANES * sizeof(float))
             sizes[top] = size
             top += 1
-        d += SCORE_LEAF
+        d += LEAF
 
 
 cdef inline vi hidden_from(const Attention* a, Py_ssize_t first_query, Py_ssize_t lane, Py_ssize_t key) noexcept nogil:

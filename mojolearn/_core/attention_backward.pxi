@@ -89,9 +89,9 @@ cdef float one_cell(const float* a, const float* b, Py_ssize_t depth) noexcept n
     d = 0
     while d < depth:
         total = 0.0
-        for i in range(d, min(d + <Py_ssize_t> SCORE_LEAF, depth)):
+        for i in range(d, min(d + <Py_ssize_t> LEAF, depth)):
             total = sfma(a[i], b[i], total)
-        d += SCORE_LEAF
+        d += LEAF
         size = 1
         while top and (sizes[top - 1] == size or d >= depth):
             top -= 1

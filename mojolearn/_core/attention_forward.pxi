@@ -191,6 +191,7 @@ cdef void step_job(void* arg, int thread) noexcept nogil:
         t.new_value = job.shape.new_value + b * job.new_stride + kv * hd
         t.keys = job.shape.keys + unit * t.slots * hd
         t.values = job.shape.values + unit * t.slots * hd
+        t.next_keys = t.keys
         t.out = job.shape.out + b * job.out_stride + kv * t.group * hd
         if not attend_token(&t, job.scratch + thread * job.scratch_stride):
             job.nonfinite = True

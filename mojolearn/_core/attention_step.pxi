@@ -6,10 +6,6 @@ a time, so that lanes go across keys and the cache keeps its documented layout.
 """
 from libc.string cimport memcpy
 
-cdef enum:
-    SCORE_LEAF = 128
-
-
 cdef void rotate(float* x, const float* cosines, const float* sines, Py_ssize_t half, bint inverse) noexcept nogil:
     """Rotate one head in place; element i pairs with element i + half. ``inverse`` rotates the other way."""
     cdef Py_ssize_t i = 0, n
@@ -39,6 +35,7 @@ cdef struct TokenAttention:
     const float* new_value
     const float* keys       # (slots, head_dim)
     const float* values
+    const float* next_keys  # fetched in the end: the first slot of the head that comes next
     float* out
     Py_ssize_t group, head_dim, slots, first_slot, cached
     float scale
@@ -58,31 +55,32 @@ cdef inline const float* token_row(const TokenAttention* t, const float* cache, 
     return cache + (slot - t.slots if slot >= t.slots else slot) * t.head_dim
 
 
-cdef vi token_scores(const TokenAttention* t, Py_ssize_t key, Py_ssize_t count, float* sums, float* levels,
-                     Py_ssize_t* sizes) noexcept nogil:
-    """``sums`` (group, vlanes) = the product cells of ``count`` keys from ``key`` on. Some lane of what is
-    returned is set if a cached key holds an infinity or a NaN."""
+cdef void token_scores(const TokenAttention* t, Py_ssize_t key, Py_ssize_t count, float* sums, float* levels,
+                       Py_ssize_t* sizes) noexcept nogil:
+    """``sums`` (group, vlanes) = the product cells of ``count`` keys from ``key`` on; later lanes repeat the last one."""
     cdef const float* rows[vlanes]
+    cdef const float* values[vlanes]
+    cdef const float* ahead[vlanes]
     cdef vf block[vlanes]
     cdef vf total
-    cdef vi largest = viset(0x7F7FFFFF), seen = viset(0)
     cdef const float* query
     cdef Py_ssize_t i, d, n, h, leaf, leaf_end, size, top = 0
     for i in range(vlanes):
         rows[i] = token_row(t, t.keys, t.new_key, key + min(i, count - 1))
+        values[i] = token_row(t, t.values, t.new_value, key + min(i, count - 1))
+        ahead[i] = rows[i] + vlanes * t.head_dim if key + count < t.cached else t.next_keys + i * t.head_dim
     leaf = 0
     while leaf < t.head_dim:
-        leaf_end = min(leaf + <Py_ssize_t> SCORE_LEAF, t.head_dim)
+        leaf_end = min(leaf + <Py_ssize_t> LEAF, t.head_dim)
         for h in range(t.group):
             vstore(sums + h * vlanes, vzero())
         d = leaf
         while d < leaf_end:
             n = leaf_end - d
             for i in range(vlanes):
-                prefetch(rows[i] + d + vlanes * t.head_dim)     # of the next block of keys
-                block[i] = load_lanes(rows[i] + d, n) if i < count else vzero()
-                if key + i < t.cached:
-                    seen = vior(seen, vigt(vasint(vabs(block[i])), largest))
+                prefetch(ahead[i] + d)                          # of the next block of keys
+                prefetch_far(values[i] + d)                     # needed when all scores are known
+                block[i] = load_lanes(rows[i] + d, n)
             vtranspose(block)
             for h in range(t.group):
                 query = t.queries + h * t.head_dim + d
@@ -108,28 +106,21 @@ cdef vi token_scores(const TokenAttention* t, Py_ssize_t key, Py_ssize_t count, 
             memcpy(levels + top * t.group * vlanes, sums, t.group * vlanes * sizeof(float))
             sizes[top] = size
             top += 1
-    return seen
 
 
-cdef inline void add_values(const float* row, float weight, Py_ssize_t count, vf* sums, vi* seen) noexcept nogil:
-    """Add one key's values, ``count`` vectors of them, and note what is not finite."""
-    cdef vi largest = viset(0x7F7FFFFF)
-    cdef vf x
+cdef inline void add_values(const float* row, float weight, Py_ssize_t count, vf* sums) noexcept nogil:
+    """Add one key's values, ``count`` vectors of them."""
     cdef Py_ssize_t i
     for i in range(count):
-        x = vload(row + i * vlanes)
-        sums[i] = vfma(vset(weight), x, sums[i])
-        seen[0] = vior(seen[0], vigt(vasint(vabs(x)), largest))
+        sums[i] = vfma(vset(weight), vload(row + i * vlanes), sums[i])
 
 
-cdef vi token_values(const TokenAttention* t, const float* weights, Py_ssize_t stride) noexcept nogil:
-    """The weighted sums of values of all heads; returns as token_scores."""
-    cdef vi largest = viset(0x7F7FFFFF), seen = viset(0), ignored = viset(0)
+cdef void token_values(const TokenAttention* t, const float* weights, Py_ssize_t stride) noexcept nogil:
+    """The weighted sums of values of all heads."""
     cdef Py_ssize_t h, d, n, key, i, slot
     cdef const float* weight
     cdef float* out
     cdef vf sums[4]
-    cdef vf x
     for h in range(t.group):
         weight = weights + h * stride
         out = t.out + h * t.head_dim
@@ -139,9 +130,9 @@ cdef vi token_values(const TokenAttention* t, const float* weights, Py_ssize_t s
                 sums[i] = vzero()
             slot = t.first_slot
             for key in range(t.cached):
-                add_values(t.values + slot * t.head_dim + d, weight[key], 4, sums, &seen)
+                add_values(t.values + slot * t.head_dim + d, weight[key], 4, sums)
                 slot = slot + 1 if slot + 1 < t.slots else 0
-            add_values(t.new_value + d, weight[t.cached], 4, sums, &ignored)
+            add_values(t.new_value + d, weight[t.cached], 4, sums)
             for i in range(4):
                 vstore(out + d + i * vlanes, vflush(sums[i]))
             d += 4 * vlanes
@@ -149,13 +140,19 @@ cdef vi token_values(const TokenAttention* t, const float* weights, Py_ssize_t s
             n = t.head_dim - d
             sums[0] = vzero()
             for key in range(t.cached + 1):
-                x = load_lanes(token_row(t, t.values, t.new_value, key) + d, n)
-                sums[0] = vfma(vset(weight[key]), x, sums[0])
-                if key < t.cached:
-                    seen = vior(seen, vigt(vasint(vabs(x)), largest))
+                sums[0] = vfma(vset(weight[key]), load_lanes(token_row(t, t.values, t.new_value, key) + d, n), sums[0])
             store_lanes(out + d, vflush(sums[0]), n)
             d += vlanes
-    return seen
+
+
+cdef bint cache_is_finite(const TokenAttention* t) noexcept nogil:
+    """Whether all cached keys and values are."""
+    cdef Py_ssize_t key
+    for key in range(t.cached):
+        if not (all_lanes_finite(token_row(t, t.keys, t.new_key, key), t.head_dim)
+                and all_lanes_finite(token_row(t, t.values, t.new_value, key), t.head_dim)):
+            return False
+    return True
 
 
 cdef bint attend_token(const TokenAttention* t, float* scratch) noexcept nogil:
@@ -166,16 +163,17 @@ cdef bint attend_token(const TokenAttention* t, float* scratch) noexcept nogil:
     cdef float* levels = sums + t.group * vlanes
     cdef float* weight
     cdef Py_ssize_t sizes[16]
-    cdef vi seen = viset(0)
+    cdef vi infinite = viset(0)
     cdef vf score, top, hidden = vbits(0xFF800000)
     cdef float largest, total
     key = 0
     while key < keys:
         count = min(vlanes, keys - key)
-        seen = vior(seen, token_scores(t, key, count, sums, levels, sizes))
+        token_scores(t, key, count, sums, levels, sizes)
         for h in range(t.group):
             # the mask's + 0 turns a -0 into +0
             score = vadd(vmul(vload(sums + h * vlanes), vset(t.scale)), vzero())
+            infinite = vior(infinite, vigt(vasint(vabs(score)), viset(0x7F7FFFFF)))
             if count < vlanes:
                 score = vselect(vigt(viset(<int32_t> count), vilanes()), score, hidden)
             vstore(weights + h * stride + key, score)
@@ -201,5 +199,8 @@ cdef bint attend_token(const TokenAttention* t, float* scratch) noexcept nogil:
         while key < keys:
             vstore(weight + key, vdiv(vload(weight + key), vset(total)))
             key += vlanes
-    seen = vior(seen, token_values(t, weights, stride))
-    return not vany(seen)
+    token_values(t, weights, stride)
+    # a key that is not finite has no finite score, and such a value no finite sum, not even with a weight of zero
+    if vany(infinite) or not all_lanes_finite(t.out, t.group * t.head_dim):
+        return cache_is_finite(t)
+    return True

@@ -79,7 +79,7 @@ cdef struct LayerState:
 cdef struct Step:
     const Layer* layers
     LayerState* states
-    Py_ssize_t layer_count, rows, width
+    Py_ssize_t layer_count, rows, width, threads
     Py_ssize_t heads, kv_heads, head_dim, intermediate, inner
     Py_ssize_t position         # of the new token
     float score_scale           # 1 / sqrt(hd)
@@ -116,9 +116,10 @@ cdef inline Py_ssize_t panel_units(const PanelMatrix* matrix) noexcept nogil:
 
 cdef inline void matvec_unit(const Step* step, const PanelMatrix* matrix, Py_ssize_t unit, const float* x, Py_ssize_t x_width,
                              float* out, Py_ssize_t out_width) noexcept nogil:
-    cdef Py_ssize_t group = group_panels(matrix.panels)
-    panel_matvec(matrix, x, x_width, step.rows, unit * group, min((unit + 1) * group, matrix.panels), out, out_width,
-                 step.checked)
+    cdef Py_ssize_t group = group_panels(matrix.panels), first = unit * group, then = first + step.threads * group
+    # threads take units by turns, more or less
+    panel_matvec(matrix, x, x_width, step.rows, first, min(first + group, matrix.panels),
+                 then if then + group <= matrix.panels else first, out, out_width, step.checked)
 
 
 cdef inline Py_ssize_t unit_columns(const PanelMatrix* matrix, Py_ssize_t unit, Py_ssize_t* first) noexcept nogil:
@@ -153,10 +154,10 @@ cdef void normalize(Step* step, Py_ssize_t layer, const float* weight, float eps
 
 # ---- attention ---------------------------------------------------------------------------------------------------------
 
-cdef bint attend(const Step* step, const LayerState* state, Py_ssize_t row, Py_ssize_t kv, float* scratch) noexcept nogil:
-    """Context of all query heads of one key/value head; returns whether its part of the cache is finite."""
+cdef bint attend(const Step* step, const LayerState* state, Py_ssize_t line, float* scratch) noexcept nogil:
+    """Context of all query heads of one row's key/value head; returns whether its part of the cache is finite."""
     cdef TokenAttention t
-    cdef Py_ssize_t line = row * step.kv_heads + kv, first
+    cdef Py_ssize_t then = min(line + step.threads, step.rows * step.kv_heads - 1)
     t.group = step.heads // step.kv_heads
     t.head_dim = step.head_dim
     t.slots = state.slots
@@ -168,6 +169,7 @@ cdef bint attend(const Step* step, const LayerState* state, Py_ssize_t row, Py_s
     t.new_value = state.new_values + line * t.head_dim
     t.keys = state.keys + line * t.slots * t.head_dim
     t.values = state.values + line * t.slots * t.head_dim
+    t.next_keys = state.keys + (then * t.slots + t.first_slot) * t.head_dim
     t.scale = step.score_scale
     return attend_token(&t, scratch)
 
@@ -232,7 +234,7 @@ cdef Phase* attention_layer(Step* step, Py_ssize_t index, Phase* phase, float* s
         count = step.heads // step.kv_heads
         for j in range(count):
             rotate(step.queries + (unit * count + j) * step.head_dim, step.cosines, step.sines, step.head_dim // 2, False)
-        if not attend(step, state, unit // step.kv_heads, unit % step.kv_heads, work):
+        if not attend(step, state, unit, work):
             step.nonfinite_cache = True
         unit_done(&phase.done)
     finish_phase(phase, units, layer.o)
@@ -343,7 +345,8 @@ cdef Phase* mamba_layer(Step* step, Py_ssize_t index, Phase* phase, float* scrat
             normed_row = row
         if state.stale:
             rebuild_carry(&state.mamba, row, unit % heads)
-        step_head(&layer.mamba, &state.mamba, row, unit % heads, proj, B, C, step.context + row * inner, work + 2 * STATE)
+        step_head(&layer.mamba, &state.mamba, row, unit % heads, min(unit + step.threads, units - 1), proj, B, C,
+                  step.context + row * inner, work + 2 * STATE)
         unit_done(&phase.done)
     finish_phase(phase, units, layer.out_proj)
     phase += 1
@@ -541,6 +544,7 @@ cdef class Session:
         job[0] = decoder.prototype
         job.states = self.states
         job.rows = rows
+        job.threads = threads
         for i in range(decoder.layer_count):
             layer = decoder.layers + i
             own = self.states + i

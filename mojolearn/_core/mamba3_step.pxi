@@ -19,6 +19,8 @@ cdef extern from "state_chains.h" nogil:
         const float* h
         const float* previous
         const float* fresh
+        const float* next_ks
+        const float* next_h
         Py_ssize_t newest
         vf scores[1]        # CHUNK_VECTORS of them
         vf carried[1]
@@ -126,9 +128,10 @@ cdef inline void scale_row(const float* x, float scale, float* out) noexcept nog
         n += vlanes
 
 
-cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t row, Py_ssize_t head, const float* proj,
-                    const float* B, const float* C, float* gate, float* scratch) noexcept nogil:
-    """Gate row (64) of one head from the token's projection ``proj`` and its normed B and C rows (128)."""
+cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t row, Py_ssize_t head, Py_ssize_t then,
+                    const float* proj, const float* B, const float* C, float* gate, float* scratch) noexcept nogil:
+    """Gate row (64) of one head from the token's projection ``proj`` and its normed B and C rows (128). ``then``: the
+    line (row, head) that this thread will probably do next."""
     cdef Py_ssize_t heads = carry.heads, line = row * heads + head, inner = heads * HEAD
     cdef Py_ssize_t newest, at, n, j, p, vectors
     cdef float* ks = carry.ks_cache + line * TALL
@@ -152,6 +155,11 @@ cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t r
     cdef vf inside[CHUNK_VECTORS]
     cdef vf x, y, sine_of, cosine_of, decay
     cdef float dt, adt, sig, gamma, scale, total, q0, q1, through
+    for j in range(carry.buffered % CHUNK):      # of all tokens and heads together, too far apart for the processor to guess
+        p = 0
+        while p < HEAD:
+            prefetch_far(carry.v + ((row * CHUNK + j) * heads + head) * HEAD + p)
+            p += 16
     dt = sflush(vget(vsoftplus(vset(sadd(tail[head], weights.dt_bias[head]))), 0))
     adt = sflush(vget(vmul(decay_rate(vset(tail[heads + head])), vset(dt)), 0))
     sig = sflush(vget(vsigmoid(vset(tail[2 * heads + head])), 0))
@@ -207,6 +215,8 @@ cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t r
     vectors = (newest + vlanes - 1) // vlanes
     scale_row(krot, scale, fresh)
     token.qrot, token.q, token.k, token.ks, token.h, token.fresh, token.newest = qrot, q, k, ks, h, fresh, newest
+    token.next_ks = carry.ks_cache + then * TALL
+    token.next_h = carry.h_cache + then * TALL
     state_chains(&token)
     for j in range(CHUNK_VECTORS):
         inside[j] = vzero()

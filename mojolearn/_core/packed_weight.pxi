@@ -282,7 +282,7 @@ cdef void few_rows_job(void* arg, int thread) noexcept nogil:
         if first >= job.matrix.panels:
             break
         panel_matvec(job.matrix, job.x, job.x_stride, job.rows, first, min(first + job.unit_panels, job.matrix.panels),
-                     job.out, job.out_stride, job.checked)
+                     first, job.out, job.out_stride, job.checked)
 
 
 cdef int few_rows(const float[:, :] x, const PanelMatrix* w, float[:, :] out, int threads, int mode) except -1:

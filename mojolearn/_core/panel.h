@@ -95,7 +95,8 @@ MOJO_INLINE void matvec_body(const int format, const int streams, const int rows
         UNROLLED(z, streams) {
             const char *panel = panels + z * panel_bytes;
             if (rows >= 4 && format <= PANEL_BFLOAT16)
-                prefetch_far(ahead + z * panel_bytes + (p - first) * ahead_bytes);
+                for (ptrdiff_t line = 0; line < ahead_bytes; line += 64)
+                    prefetch_far(ahead + z * panel_bytes + (p - first) * ahead_bytes + line);
             else if (format == PANEL_FLOAT32) {
                 prefetch(panel + p * 128 + PREFETCH_BYTES);
                 prefetch(panel + p * 128 + PREFETCH_BYTES + 64);

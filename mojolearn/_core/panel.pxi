@@ -33,9 +33,9 @@ cdef enum:
 
 
 cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t streams, bint several, int log2_rows,
-                       const float** x, Py_ssize_t rows, float* out, Py_ssize_t out_stride, bint more,
+                       const float** x, Py_ssize_t rows, float* out, Py_ssize_t out_stride, const char* after,
                        bint checked) noexcept nogil:
-    """``streams`` neighbouring panels times at most MOST_ROWS rows; ``more`` when the next panels come afterwards.
+    """``streams`` neighbouring panels times at most MOST_ROWS rows. ``after``: the panels that come afterwards.
 
     ``x`` has the rows in groups of 2**log2_rows, the last one filled up; ``rows`` of the results are wanted. All groups
     take a leaf before the next one is read.
@@ -53,7 +53,7 @@ cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t stream
     for t in range(leaves):
         first = t * leaf
         last = min(first + leaf, w.steps)
-        ahead = data + last * step_bytes if t < leaves - 1 else data + more * streams * w.panel_bytes
+        ahead = data + last * step_bytes if t < leaves - 1 else after
         for g in range(groups):
             matvec_run(w.format, log2_rows, several, data, w.panel_bytes, scales, first, last, x + g * width,
                        ahead + g * (last - first) * ahead_bytes, ahead_bytes, sums + g * streams * width * PANEL)
@@ -79,13 +79,13 @@ cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t stream
 
 
 cdef void panel_matvec(const PanelMatrix* w, const float* x, Py_ssize_t x_stride, Py_ssize_t rows, Py_ssize_t first,
-                       Py_ssize_t last, float* out, Py_ssize_t out_stride, bint checked) noexcept nogil:
+                       Py_ssize_t last, Py_ssize_t then, float* out, Py_ssize_t out_stride, bint checked) noexcept nogil:
     """out (rows, outputs) = x (rows, steps) times the transpose of w, columns of panels [first, last) only.
 
-    ``checked`` is false in mode fast. Enters and leaves in exact floating-point mode.
+    ``then``: the panel that this thread will probably read next. ``checked`` is false in mode fast. Enters and leaves in exact floating-point mode.
     """
     cdef const float* group[MOST_ROWS]
-    cdef Py_ssize_t row = 0, r, taken, panel, streams
+    cdef Py_ssize_t row = 0, r, taken, panel, streams, following
     cdef int log2_rows
     fp_fast()
     while row < rows:
@@ -100,12 +100,14 @@ cdef void panel_matvec(const PanelMatrix* w, const float* x, Py_ssize_t x_stride
         panel = first
         while panel < last:
             if panel + streams <= last:
+                following = panel + streams if panel + streams < last else then
                 matvec_group(w, panel, streams, streams > 1, log2_rows, group, taken, out + row * out_stride,
-                             out_stride, panel + streams < last, checked)
+                             out_stride, w.data + following * w.panel_bytes, checked)
                 panel += streams
             else:
+                following = panel + 1 if panel + 1 < last else then
                 matvec_group(w, panel, 1, False, log2_rows, group, taken, out + row * out_stride, out_stride,
-                             panel + 1 < last, checked)
+                             w.data + following * w.panel_bytes, checked)
                 panel += 1
         row += taken
     fp_exact()
