@@ -314,9 +314,10 @@ def test_block_has_the_bits_of_the_slow_model(cases, threads):
         assert not wrong, case
 
 
-def small_block(window=0, salt=3, **options):
+def small_block(window=0, salt=3, queries=1, **options):
     case = {"heads": 4, "kv": 2, "hd": 6, "intermediate": 10, "salt": salt, "scale": 0.4, "batch": 2, "length": 41}
     weights, x, dy = block_inputs({**case, "kinds": ("normal", "normal")})
+    weights["q_proj.weight"] = weights["q_proj.weight"] * np.float32(queries)
     return TransformerBlock(weights, n_heads=4, n_kv_heads=2, window=window, **options), x, dy
 
 
@@ -402,6 +403,21 @@ def test_a_refused_call_leaves_the_state_as_it_was(window):
                     call()
         cache[1, 0, 3, 2] = kept
     assert (state.k_cache.tobytes(), state.v_cache.tobytes(), state.cached_tokens) == (*before, 6)
+
+
+@pytest.mark.parametrize("factor", [0, 1000], ids=["scores of zero", "weights of zero"])
+def test_an_infinity_in_a_cache_is_found_whatever_meets_it(factor):
+    block, x, _ = small_block(queries=factor)
+    state = block.allocate_state(2, 50)
+    block.forward(x[:, :30], state)
+    for cache in (state.k_cache, state.v_cache):
+        for slot in range(30):
+            kept = cache[1, 1, slot, 4]
+            cache[1, 1, slot, 4] = np.inf
+            with pytest.raises(NonFiniteError, match="cache"):
+                block.step(x[:, 30], state)
+            cache[1, 1, slot, 4] = kept
+    block.step(x[:, 30], state)
 
 
 def test_slots_that_no_position_has_filled_may_hold_anything():
