@@ -25,13 +25,22 @@ __all__ = ["PART", "HashingReader", "HashingWriter", "naming", "opened"]
 # Bytes that are read, hashed or written at once where nothing else says how many.
 PART = 1 << 20
 
-# RWF_DONTCACHE of Linux 6.14: begin to write to the disk at once and forget the pages then. A checkpoint is rarely read
-# soon, new pages for all of it cost more than the copying, and the wait for the disk at the end becomes short.
+# RWF_DONTCACHE of Linux 6.14. Writing: begin to write to the disk at once and forget the pages then. A checkpoint is
+# rarely read soon, new pages for all of it cost more than the copying, and the wait for the disk at the end becomes short.
+# Reading: forget the pages that were not in the cache before, for the same reason.
 _UNCACHED = 0x80 if sys.platform == "linux" else 0
 _NOT_KNOWN = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
+# Files at least so large are read like that; smaller ones may well be read again, and do no harm to the cache.
+_LARGE = 256 << 20
+
 # Without that, bytes after which the disk is put to work.
 _WRITE_BACK = 32 << 20
+
+
+def _flag_unknown(error: Exception) -> bool:
+    """Whether the kernel or file system does not know a flag of `preadv` or `pwritev`, or Python was built without any."""
+    return isinstance(error, NotImplementedError) or (isinstance(error, OSError) and error.errno in _NOT_KNOWN)
 
 
 class HashingWriter:
@@ -81,8 +90,7 @@ class HashingWriter:
             try:
                 written = os.pwritev(self._file, views, self._written, self._flags)
             except (OSError, NotImplementedError) as error:
-                # The kernel or file system does not know the flag, or Python was built without any.
-                if not self._flags or (isinstance(error, OSError) and error.errno not in _NOT_KNOWN):
+                if not self._flags or not _flag_unknown(error):
                     raise
                 self._flags = 0
                 continue
@@ -125,6 +133,7 @@ class HashingReader:
         self._observer = reading_observer()
         self.position = 0
         self.size = os.fstat(file).st_size
+        self._flags = _UNCACHED if self.size >= _LARGE else 0
 
     def take(self, count: int, what: str) -> bytes:
         """The next `count` bytes; `what` they are is named in the error if the file ends before."""
@@ -139,7 +148,13 @@ class HashingReader:
         """Read into a writable buffer from anywhere, in any thread, without moving on."""
         view = memoryview(buffer).cast("B")
         while view:
-            count = os.preadv(self._file, [view], position)
+            try:
+                count = os.preadv(self._file, [view], position, self._flags)
+            except (OSError, NotImplementedError) as error:
+                if not self._flags or not _flag_unknown(error):
+                    raise
+                self._flags = 0
+                continue
             if count == 0:
                 self._ended(what)
             view, position = view[count:], position + count

@@ -123,6 +123,31 @@ def test_systems_without_uncached_writing(tmp_path, monkeypatch, compression, er
     assert calls
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EOPNOTSUPP, ""), OSError(errno.EINVAL, ""), OSError(errno.ENOSYS, ""), NotImplementedError()],
+)
+@pytest.mark.parametrize("compression", ["zstd", None])
+def test_large_files_are_read_past_the_cache_where_the_system_can(tmp_path, monkeypatch, compression, error):
+    checkpoint.save(tmp_path / "file", state_number(1), compression=compression)
+    preadv, seen = os.preadv, []
+
+    def refuse(file, views, position, flags):
+        seen.append(flags)
+        if flags:
+            raise error
+        return preadv(file, views, position)
+
+    monkeypatch.setattr("mojolearn.checkpoint._files._UNCACHED", 0x80)
+    monkeypatch.setattr(os, "preadv", refuse)
+    expected = checkpoint.load(tmp_path / "file")[0]["parameters"].tobytes()
+    assert set(seen) == {0}
+    seen.clear()
+    monkeypatch.setattr("mojolearn.checkpoint._files._LARGE", 1)
+    assert checkpoint.load(tmp_path / "file")[0]["parameters"].tobytes() == expected
+    assert seen.count(0x80) in (1, 2) and seen.count(0) > 2  # two threads may find out at once
+
+
 def test_short_writes_are_gone_on_with(tmp_path, monkeypatch):
     expected = checkpoint.save(tmp_path / "expected", state_number(1))
     pwritev = os.pwritev
