@@ -1,5 +1,7 @@
 """Samba language models on the CPU: Mamba-3 and attention layers, trained and served with reproducible bits."""
 
+from mojolearn import _launch  # noqa: F401  # isort: skip (first: kernels that cannot run are refused here)
+
 from numpy import ndarray as Array
 
 from mojolearn import lowbit, training

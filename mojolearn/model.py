@@ -259,6 +259,16 @@ class SambaModel:
 
     config: SambaConfig
 
+    # Attributes that say what the object is made of; others would not fit it.
+    _FIXED = ("config",)
+
+    def __setattr__(self, name, value):
+        if name in self._FIXED and name in self.__dict__:
+            raise AttributeError(
+                f"{name} is fixed when a {type(self).__name__} is made, got {describe(value)} for it later"
+            )
+        super().__setattr__(name, value)
+
     def _bind(self, config, mode, weights):
         self.config = config
         self._mode = mode

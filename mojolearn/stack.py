@@ -123,6 +123,13 @@ class SambaStack(SambaModel):
     (['loss', 'lr', 'step', 'total_norm'], 1)
     """
 
+    _FIXED = ("config", "names", "shapes", "offsets", "n_total", "optimizer")
+
+    def __setattr__(self, name, value):
+        if name == "generator":
+            _check_generator(value)
+        super().__setattr__(name, value)
+
     def __init__(
         self,
         config,
@@ -144,8 +151,8 @@ class SambaStack(SambaModel):
         if (weights is None) == (generator is None):
             given = "neither" if weights is None else "both"
             raise ValueError(f"exactly one of weights and generator must be given, got {given}")
-        if generator is not None and not isinstance(generator, Generator):
-            raise TypeError(f"generator must be a mojolearn.training.Generator, got {describe(generator)}")
+        if generator is not None:
+            _check_generator(generator)
         if lr_schedule is not None and not isinstance(lr_schedule, tuple(_SCHEDULES.values())):
             raise TypeError(
                 f"lr_schedule must be a ConstantLR, WarmupLinearLR, WarmupCosineLR or None, got {describe(lr_schedule)}"
@@ -815,6 +822,11 @@ def _check_weights(config, weights):
     return {
         name: as_float32(weights[name], f"weights[{name!r}]", shape, finite=True) for name, shape in config.registry()
     }
+
+
+def _check_generator(value):
+    if not isinstance(value, Generator):
+        raise TypeError(f"generator must be a mojolearn.training.Generator, got {describe(value)}")
 
 
 def _initialize(parameters, generator):

@@ -26,8 +26,8 @@ __all__ = ["PART", "HashingReader", "HashingWriter", "naming", "opened"]
 PART = 1 << 20
 
 # RWF_DONTCACHE of Linux 6.14. Writing: begin to write to the disk at once and forget the pages then. A checkpoint is
-# rarely read soon, new pages for all of it cost more than the copying, and the wait for the disk at the end becomes short.
-# Reading: forget the pages that were not in the cache before, for the same reason.
+# rarely read soon, new pages for all of it cost more than the copying, and the wait for the disk at the end becomes
+# short. Reading: forget the pages that were not in the cache before, for the same reason.
 _UNCACHED = 0x80 if sys.platform == "linux" else 0
 _NOT_KNOWN = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
@@ -39,7 +39,7 @@ _WRITE_BACK = 32 << 20
 
 
 def _flag_unknown(error: Exception) -> bool:
-    """Whether the kernel or file system does not know a flag of `preadv` or `pwritev`, or Python was built without any."""
+    """Whether a flag of `preadv` or `pwritev` is not known: to the kernel, the file system or this Python."""
     return isinstance(error, NotImplementedError) or (isinstance(error, OSError) and error.errno in _NOT_KNOWN)
 
 

@@ -115,10 +115,16 @@ def _apply_numeric_options(args: argparse.Namespace) -> None:
 
     if getattr(args, "threads", None) is not None:
         mojolearn.set_num_threads(as_index(args.threads, "threads", 1, MAX_THREADS))
+    try:
+        # what the environment says is read now, whether the command will ask for it or not
+        mojolearn.get_num_threads()
+        mojolearn.get_numeric_mode()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _report(args: argparse.Namespace, error: Exception) -> None:
-    if args.debug:
+    if getattr(args, "debug", False):
         traceback.print_exception(error)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
@@ -129,7 +135,8 @@ def _report(args: argparse.Namespace, error: Exception) -> None:
     rank, count, _ = launched_ranks()
     alone = count > 1 and not getattr(error, "on_all_ranks", False) and not isinstance(error, UsageError)
     where = f" rank {rank}:" if alone else ""
-    print(f"mojolearn {args.command}:{where} error: {message}", file=sys.stderr)
+    program = f"mojolearn {args.command}" if args.command else "mojolearn"
+    print(f"{program}:{where} error: {message}", file=sys.stderr)
 
 
 def _show_version() -> int:

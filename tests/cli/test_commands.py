@@ -12,6 +12,9 @@ from cli_process import ENVIRONMENT, ROOT, SMALL, command, start
 import mojolearn
 from mojolearn import checkpoint
 
+# what an installed `mojolearn` does
+SCRIPT = "import sys; sys.argv[0] = '/usr/bin/mojolearn'; from mojolearn.cli import main; sys.exit(main())"
+
 
 def test_generate_writes_what_the_library_draws(trained, run):
     model = mojolearn.SambaInference.from_checkpoint(trained / "best.ckpt")
@@ -219,3 +222,35 @@ def test_the_program_starts_without_heavy_imports():
     code = "import sys, mojolearn.cli; print([m for m in ('matplotlib', 'tokenizers', 'tqdm') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("start_of_line", [["-m", "mojolearn"], ["-c", SCRIPT]], ids=["module", "script"])
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        ("MOJOLEARN_ISA", "mmx", "MOJOLEARN_ISA is 'mmx'; wanted one of baseline, avx2, avx512"),
+        ("MOJOLEARN_NUM_THREADS", "many", "MOJOLEARN_NUM_THREADS must be an integer, got 'many'"),
+        ("MOJOLEARN_NUM_THREADS", "0", "MOJOLEARN_NUM_THREADS must be at least 1, got 0"),
+        ("MOJOLEARN_NUMERIC_MODE", "exact", "MOJOLEARN_NUMERIC_MODE must be one of"),
+    ],
+)
+def test_a_wrong_environment_is_one_line(start_of_line, name, value, text):
+    def run(*arguments):
+        line = [sys.executable, *start_of_line, *arguments]
+        done = subprocess.run(line, env={**ENVIRONMENT, name: value}, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        return done.stderr
+
+    for arguments in (["--version"], ["inspect", "no-such-file"]):
+        (line,) = run(*arguments).splitlines()
+        assert "error: " + text in line and line.startswith("mojolearn")
+    lines = run("inspect", "no-such-file", "--debug").splitlines()
+    assert lines[0].startswith("Traceback") and text in lines[-1]
+
+
+def test_a_wrong_environment_is_an_exception_for_programs():
+    line = [sys.executable, "-c", "import mojolearn"]
+    done = subprocess.run(
+        line, env={**ENVIRONMENT, "MOJOLEARN_ISA": "mmx"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("ValueError: MOJOLEARN_ISA is 'mmx'")

@@ -11,9 +11,10 @@ from instruction_sets import RUN_HERE, differences, instruction_set
 from mojolearn import Mamba3Block, SambaConfig, TransformerBlock
 
 CONFIG = SambaConfig(2, 32, ("mamba3", "attention"), n_heads=2, n_kv_heads=1, intermediate=40)
+ATTENTION = {"n_heads": 2, "n_kv_heads": 1}
 CASES = {
     "mamba3": (Mamba3Block, {}, "block_norm.weight", "in_proj.weight", slice(64, 128)),
-    "attention": (TransformerBlock, {"n_heads": 2, "n_kv_heads": 1}, "input_layernorm.weight", "v_proj.weight", slice(None)),
+    "attention": (TransformerBlock, ATTENTION, "input_layernorm.weight", "v_proj.weight", slice(None)),
 }
 
 

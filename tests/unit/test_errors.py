@@ -496,6 +496,30 @@ TRAINING = [
             ("`token_offset` negative", V, {"token_offset": -1}, "token_offset"),
         ]
     ],
+    Refusal(
+        "SambaStack.generator",
+        "set to what is no Generator",
+        T,
+        lambda w: setattr(w.stack, "generator", np.random.default_rng(0)),
+        "generator must be",
+    ),
+    *[
+        Refusal(
+            f"SambaStack.{name}",
+            "set after construction",
+            AttributeError,
+            lambda w, n=name: setattr(w.stack, n, getattr(w.stack, n)),
+            f"{name} is fixed",
+        )
+        for name in ("config", "optimizer", "names", "shapes", "offsets", "n_total")
+    ],
+    Refusal(
+        "SambaInference.config",
+        "set after construction",
+        AttributeError,
+        lambda w: setattr(w.lm, "config", None),
+        "config is fixed .* None",
+    ),
 ]
 
 
