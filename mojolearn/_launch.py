@@ -9,7 +9,7 @@ import sys
 import traceback
 
 
-def _is_command(argv, command_line):
+def _is_command(argv: list[str], command_line: list[str]) -> bool:
     """Whether a process was started as ``mojolearn`` or ``python -m mojolearn``."""
     if argv[:1] == ["-m"]:  # while Python looks for the module
         return ("-m", "mojolearn") in itertools.pairwise(command_line)
