@@ -302,9 +302,10 @@ def _some(names):
 def _pack(tensor, label, shape, panels):
     if not lowbit.is_packed(tensor):
         array = as_float32(tensor, label, shape)
-        if not layers.all_finite(array, get_num_threads()):
+        packed = linalg.PackedWeight.from_float32(array, get_num_threads()) if panels else None
+        if not (packed.finite if panels else layers.all_finite(array, get_num_threads())):
             as_float32(array, label, finite=True)  # names the place
-        return linalg.PackedWeight.from_float32(array) if panels else np.array(array, order="C")
+        return packed if panels else np.array(array, order="C")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{label} must have shape {shape}, got {tuple(tensor.shape)}")
     _check_packed_finite(tensor, label)

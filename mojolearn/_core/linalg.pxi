@@ -11,6 +11,7 @@ import numpy as np
 
 from mojolearn._core._pool cimport next_unit_in_turn, parallel_run, run_in_turns
 from mojolearn._core.simd cimport *
+from mojolearn._core.vectors cimport all_lanes_finite
 
 cdef extern from "memory.h" nogil:
     void* huge_alloc(size_t nbytes)

@@ -4,6 +4,30 @@ cdef enum:
     UNITS_PER_THREAD = 4               # of the panels of a weight, in a product of few rows
 
 
+cdef struct PackingJob:
+    Operand source
+    const PanelMatrix* matrix
+    char* data
+    Py_ssize_t next_panel
+    bint finite
+
+
+cdef void packing_job(void* arg, int thread) noexcept nogil:
+    cdef PackingJob* job = <PackingJob*> arg
+    cdef const PanelMatrix* w = job.matrix
+    cdef float* panel
+    cdef Py_ssize_t j
+    while True:
+        j = next_unit(&job.next_panel)
+        if j >= w.panels:
+            break
+        panel = <float*> (job.data + j * w.panel_bytes)
+        pack_rows(job.source.data + j * PANEL * job.source.stride, job.source.stride,
+                  min(w.outputs - j * PANEL, <Py_ssize_t> PANEL), w.steps, panel, PANEL)
+        if not all_lanes_finite(panel, w.steps * PANEL):
+            job.finite = False
+
+
 cdef class PackedWeight:
     """A weight (n, k) in panels, as float32, bfloat16 or int8; see :func:`linear`.
 
@@ -15,6 +39,7 @@ cdef class PackedWeight:
     cdef float* scales
     cdef int32_t[::1] exponents
     cdef Py_ssize_t data_bytes
+    cdef readonly bint finite           # whether all values of a float32 weight are
 
     def __cinit__(self):
         self.data = NULL
@@ -46,17 +71,20 @@ cdef class PackedWeight:
         return 0
 
     @staticmethod
-    def from_float32(const float[:, :] values):
+    def from_float32(const float[:, :] values, int threads=1):
         """Pack a float32 array (n, k)."""
         cdef PackedWeight self = PackedWeight.__new__(PackedWeight)
-        cdef Py_ssize_t j
+        cdef PackingJob job
+        check_threads(threads)
         self.allocate(PANEL_FLOAT32, values.shape[0], values.shape[1])
-        cdef Operand source = operand(values, "values", BY_ROWS)
+        job.source = operand(values, "values", BY_ROWS)
+        job.matrix = &self.matrix
+        job.data = <char*> self.data
+        job.next_panel = 0
+        job.finite = True
         with nogil:
-            for j in range(self.matrix.panels):
-                pack_rows(source.data + j * PANEL * source.stride, source.stride,
-                          min(self.matrix.outputs - j * PANEL, <Py_ssize_t> PANEL), self.matrix.steps,
-                          <float*> (<char*> self.data + j * self.matrix.panel_bytes), PANEL)
+            parallel_run(packing_job, &job, threads)
+        self.finite = job.finite
         return self
 
     @staticmethod
