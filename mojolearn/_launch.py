@@ -16,12 +16,16 @@ def _is_command(argv: list[str], command_line: list[str]) -> bool:
     return os.path.basename(argv[0] if argv else "").removesuffix(".exe") == "mojolearn"
 
 
-try:
-    from mojolearn import _core  # noqa: F401
-except (ImportError, RuntimeError, ValueError) as error:
-    if not _is_command(sys.argv, sys.orig_argv):
-        raise
-    if "--debug" in sys.argv:
-        traceback.print_exc()
-    print(f"mojolearn: error: {error}", file=sys.stderr)
-    raise SystemExit(2) from None
+def _pick_kernels() -> None:
+    try:
+        from mojolearn import _core  # noqa: F401
+    except (ImportError, RuntimeError, ValueError) as error:
+        if not _is_command(sys.argv, sys.orig_argv):
+            raise
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        print(f"mojolearn: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+_pick_kernels()

@@ -309,7 +309,7 @@ class ArchiveReader:
             if chunks * (lengths.size + entry.itemsize * _FRAME_MIN) > size - position:
                 raise CheckpointError(
                     f"array {entry.name} is said to be {entry.nbytes} bytes, but the file has only "
-                    f"{size - position} compressed bytes left for it"
+                    f"{max(size - position, 0)} compressed bytes left for it"
                 )
             span = array("Q", [position])
             for nbytes in self._chunks(entry):

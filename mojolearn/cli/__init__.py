@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from mojolearn._arrays import as_index
 from mojolearn._numerics import MAX_THREADS
 from mojolearn.cli import bench, evaluate, export, generate, inspect, plot, ranks, train, verify
-from mojolearn.cli._common import UsageError
+from mojolearn.cli._common import UsageError, given_values
 from mojolearn.distributed import launched_ranks
 
 __all__ = ["main"]
@@ -113,14 +113,12 @@ def _fail(args: argparse.Namespace, error: Exception, status: int) -> int:
 def _apply_numeric_options(args: argparse.Namespace) -> None:
     import mojolearn
 
-    if getattr(args, "threads", None) is not None:
-        mojolearn.set_num_threads(as_index(args.threads, "threads", 1, MAX_THREADS))
-    try:
+    with given_values():
+        if getattr(args, "threads", None) is not None:
+            mojolearn.set_num_threads(as_index(args.threads, "threads", 1, MAX_THREADS))
         # what the environment says is read now, whether the command will ask for it or not
         mojolearn.get_num_threads()
         mojolearn.get_numeric_mode()
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _report(args: argparse.Namespace, error: Exception) -> None:

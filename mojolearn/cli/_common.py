@@ -24,6 +24,15 @@ class UsageError(Exception):
     """A command line that makes no sense: exit status 2."""
 
 
+@contextlib.contextmanager
+def given_values() -> Iterator[None]:
+    """What the library refuses here was said on the command line or in its config file."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
 def add_command(
     subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, examples: str, **options: Any
 ) -> argparse.ArgumentParser:

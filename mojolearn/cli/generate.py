@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from mojolearn.cli._common import add_command, add_numeric_options, load_model, note
+from mojolearn.cli._common import add_command, add_numeric_options, given_values, load_model, note
 
 EXAMPLES = """\
   mojolearn generate run --prompt "def main("
@@ -41,17 +41,18 @@ def run(args: argparse.Namespace) -> int:
     prompts = [sys.stdin.read() if text == "-" else text for text in args.prompt or ["\n"]]
     loaded = load_model(args.model, args.numeric_mode)
     ids = [loaded.text.encode(prompt) for prompt in prompts]
-    tokens = generate(
-        loaded.model,
-        ids,
-        args.max_new_tokens,
-        args.temperature,
-        args.top_k,
-        args.top_p,
-        args.repetition_penalty,
-        stop=[loaded.text.encode(text) for text in args.stop or ()],
-        seed=args.seed,
-    )
+    with given_values():
+        tokens = generate(
+            loaded.model,
+            ids,
+            args.max_new_tokens,
+            args.temperature,
+            args.top_k,
+            args.top_p,
+            args.repetition_penalty,
+            stop=[loaded.text.encode(text) for text in args.stop or ()],
+            seed=args.seed,
+        )
     streaming = len(prompts) == 1 and not args.json
     if streaming and not args.no_echo:
         _write(prompts[0])

@@ -17,6 +17,7 @@ from mojolearn.cli._common import (
     add_numeric_options,
     checkpoint_file,
     emit,
+    given_values,
     load_inference,
     note,
     reading,
@@ -148,33 +149,35 @@ def _fresh(folder: RunFolder, given: dict[str, Any], dry_run: bool, comm: Comm |
         settings.vocab = config.vocab
     else:
         settings.vocab = settings.vocab or data.vocab
-        config = mojolearn.SambaConfig(
-            vocab=settings.vocab,
-            d_model=settings.d_model,
-            layers=settings.layers,
-            n_heads=settings.n_heads,
-            n_kv_heads=settings.n_kv_heads,
-            intermediate=settings.intermediate or 2 * settings.d_model,
-            tie_embeddings=settings.tie_embeddings,
-            dropout=settings.dropout,
-        )
+        with given_values():
+            config = mojolearn.SambaConfig(
+                vocab=settings.vocab,
+                d_model=settings.d_model,
+                layers=settings.layers,
+                n_heads=settings.n_heads,
+                n_kv_heads=settings.n_kv_heads,
+                intermediate=settings.intermediate or 2 * settings.d_model,
+                tie_embeddings=settings.tie_embeddings,
+                dropout=settings.dropout,
+            )
     count = 1 if comm is None else comm.size
     fast = (settings.numeric_mode or mojolearn.get_numeric_mode()) == "fast"
     shards = count if fast else settings.n_shards
     check_memory(config, settings.batch_size, settings.seq_len, settings.accumulation_steps, count, shards)
-    stack = mojolearn.SambaStack(
-        config,
-        generator=Generator(settings.seed),
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        lr_schedule=_schedule(settings),
-        max_norm=settings.max_norm or None,
-        accumulation_steps=settings.accumulation_steps,
-        numeric_mode=cast("NumericMode | None", settings.numeric_mode),
-        comm=comm,
-        n_shards=settings.n_shards,
-    )
+    with given_values():
+        stack = mojolearn.SambaStack(
+            config,
+            generator=Generator(settings.seed),
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            lr_schedule=_schedule(settings),
+            max_norm=settings.max_norm or None,
+            accumulation_steps=settings.accumulation_steps,
+            numeric_mode=cast("NumericMode | None", settings.numeric_mode),
+            comm=comm,
+            n_shards=settings.n_shards,
+        )
     if source is not None:
         stack.load_weights(source.parameters())
     settings.numeric_mode = stack.numeric_mode
