@@ -24,6 +24,7 @@ cdef extern from "tile.h" nogil:
         Py_ssize_t stride
     ctypedef struct Leaf:
         Py_ssize_t steps
+        Py_ssize_t columns
         const float* ahead
         const float* seed
         const Partial* older
@@ -31,6 +32,10 @@ cdef extern from "tile.h" nogil:
         float* out
         Py_ssize_t out_stride
     void tile_run(Py_ssize_t rows, const float* a, const float* b, const Leaf* leaf)
+    enum:
+        SCALED_ROWS
+    const double SCALED_MOST
+    bint scaled_tile_rows(Py_ssize_t rows, Py_ssize_t first, const float* a, const float* b, const Leaf* leaf)
     void exact_tile_row(const float* x, Py_ssize_t x_step, const float* columns, Py_ssize_t row, const Leaf* leaf)
     Py_ssize_t second_level_bytes()
     void transpose_block(const float* rows, Py_ssize_t stride, Py_ssize_t count, float* out, Py_ssize_t out_stride)
@@ -52,6 +57,9 @@ cdef enum:
 
 # A part of the private operand takes five eighths of the second-level cache.
 cdef Py_ssize_t private_bytes = max(second_level_bytes() // 8 * 5, <Py_ssize_t> (300 << 10))
+
+# Products below this are zeros in either mode, and so is their sum.
+cdef double VANISHING = 2.0 ** -127
 
 cdef enum Layout:
     BY_ROWS                            # (extent, steps)
@@ -245,30 +253,54 @@ cdef inline float from_bits(int32_t bits) noexcept nogil:
     return x
 
 
-cdef void redo_tile(Py_ssize_t rows, const float* a, const float* b, const Leaf* leaf) noexcept nogil:
-    """A tile in which something underflowed, again and exactly."""
+# What the tiles of a group tell the next ones.
+cdef struct Watch:
+    bint underflow                     # seen in the last tile
+    double columns                     # largest size in the present leaf of the columns; negative: not known yet
+
+
+cdef void careful_tile(Py_ssize_t rows, const float* a, const float* b, const Leaf* leaf, bint done,
+                       Watch* watch) noexcept nogil:
+    """A tile with underflow, exactly; ``done`` if it was computed before and underflow was seen."""
+    cdef int32_t by_lane[vlanes]
     cdef int32_t by_row[vlanes]
-    cdef int32_t by_column[vlanes]
-    cdef double column_bound = from_bits(largest(b, PANEL, TILE_COLUMNS, leaf.steps, by_column))
-    cdef Py_ssize_t r
-    largest(a, rows, rows, leaf.steps, by_row)
-    for r in range(rows):
-        # Where every product is below 2^-127 the whole chain is zeros, which the hardware has flushed rightly.
-        if leaf.seed != NULL or not from_bits(by_row[r]) * column_bound < 5.877471754111438e-39:
-            exact_tile_row(a + r, rows, b, r, leaf)
-
-
-cdef inline void compute_tile(const Product* job, Py_ssize_t rows, const float* a, const float* b,
-                              Leaf* leaf) noexcept nogil:
-    """One leaf of one tile."""
-    tile_run(rows, a, b, leaf)
-    if job.checked and fp_underflowed():
-        redo_tile(rows, a, b, leaf)
+    cdef double all_rows = from_bits(largest(a, rows, rows, leaf.steps, by_row))
+    cdef Py_ssize_t r = 0, i
+    cdef bint scaled
+    if watch.columns < 0:
+        watch.columns = from_bits(largest(b, PANEL, TILE_COLUMNS, leaf.steps, by_lane))
+    scaled = watch.columns < SCALED_MOST and all_rows * watch.columns < SCALED_MOST
+    if leaf.seed != NULL:
+        scaled = scaled and from_bits(largest(leaf.seed, TILE_COLUMNS, TILE_COLUMNS, rows, by_lane)) < SCALED_MOST
+    elif all_rows * watch.columns < VANISHING:
+        if not done:
+            tile_run(rows, a, b, leaf)
+        return
+    while r < rows:
         fp_fast()
+        if not scaled or not scaled_tile_rows(rows, r, a, b, leaf):
+            for i in range(r, min(r + SCALED_ROWS, rows)):
+                # a row that vanishes was right the first time, unless the attempt has written there
+                if scaled or not done or leaf.seed != NULL or not from_bits(by_row[i]) * watch.columns < VANISHING:
+                    exact_tile_row(a + i, rows, b, i, leaf)
+        r += SCALED_ROWS
+
+
+cdef inline void compute_tile(const Product* job, Py_ssize_t rows, const float* a, const float* b, Leaf* leaf,
+                              Watch* watch) noexcept nogil:
+    """One leaf of one tile. Where the last one saw underflow, this one is done carefully at once."""
+    cdef bint done = not watch.underflow
+    if done:
+        tile_run(rows, a, b, leaf)
+        if not job.checked or not fp_underflowed():
+            return
+    careful_tile(rows, a, b, leaf, done, watch)
+    watch.underflow = True
+    fp_fast()
 
 
 cdef void compute_edge_tile(const Product* job, Py_ssize_t rows, const float* a, const float* b, Py_ssize_t columns,
-                            Leaf* leaf) noexcept nogil:
+                            Leaf* leaf, Watch* watch) noexcept nogil:
     """The last leaf of a tile that has fewer columns than a full one, or that goes on from the values in the output."""
     cdef float out[TILE_ROWS * TILE_COLUMNS]
     cdef float seed[TILE_ROWS * TILE_COLUMNS]
@@ -282,7 +314,7 @@ cdef void compute_edge_tile(const Product* job, Py_ssize_t rows, const float* a,
     cdef Py_ssize_t stride = leaf.out_stride
     leaf.out = out
     leaf.out_stride = TILE_COLUMNS
-    compute_tile(job, rows, a, b, leaf)
+    compute_tile(job, rows, a, b, leaf, watch)
     for r in range(rows):
         memcpy(target + r * stride, out + r * TILE_COLUMNS, 4 * columns)
 
@@ -316,7 +348,11 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
     cdef const float* b_leaf
     cdef float* partial
     cdef Leaf leaf
+    cdef Watch watch
+    leaf.columns = columns
+    watch.underflow = False
     for t in range(leaves):
+        watch.columns = -1
         ends = t == leaves - 1
         leaf.steps = min(job.leaf, block.steps - t * job.leaf)
         merges = merged_levels(t, ends, levels)
@@ -339,7 +375,7 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
             if not ends:
                 leaf.out = waiting[merges][i - first]
                 leaf.out_stride = TILE_COLUMNS
-                compute_tile(job, rows, a_leaf, b_leaf, &leaf)
+                compute_tile(job, rows, a_leaf, b_leaf, &leaf, &watch)
                 continue
             partial = block.partial + (row - block.row0) * block.stride + column - block.column0
             for r in range(block.merges):
@@ -349,14 +385,14 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
             if not block.last:
                 leaf.out = partial + block.merges * block.level_floats
                 leaf.out_stride = block.stride
-                compute_tile(job, rows, a_leaf, b_leaf, &leaf)
+                compute_tile(job, rows, a_leaf, b_leaf, &leaf, &watch)
                 continue
             leaf.out = job.out + row * job.out_stride + column
             leaf.out_stride = job.out_stride
             if columns < TILE_COLUMNS or job.seeded:
-                compute_edge_tile(job, rows, a_leaf, b_leaf, columns, &leaf)
+                compute_edge_tile(job, rows, a_leaf, b_leaf, columns, &leaf, &watch)
             else:
-                compute_tile(job, rows, a_leaf, b_leaf, &leaf)
+                compute_tile(job, rows, a_leaf, b_leaf, &leaf, &watch)
 
 
 cdef void pack_shared(Product* job) noexcept nogil:

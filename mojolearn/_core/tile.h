@@ -6,14 +6,15 @@
  *
  * The tiles run with FTZ and DAZ set. Flushing in hardware differs from F only where the exact result lies in
  * [2^-126 - 2^-150, 2^-126 - 2^-151): F keeps what rounds up to 2^-126, FTZ does not. No operation of a tile without
- * the sticky underflow flag can have been there. With the flag, the rows are computed again and watched, in a domain
- * scaled by 2^64 where nothing is subnormal, for results next to that border; only those few steps are done with
- * gradual underflow, which costs a hundred cycles each. The adds of the fold need no such care: a sum of two
+ * the sticky underflow flag can have been there. With the flag, the rows are computed again and watched, in a
+ * domain where nothing is subnormal, for results next to that border (border.h); where there is one, or where operands
+ * are too large for that, row by row, and only steps next to the border are done with gradual underflow, which costs a
+ * hundred cycles each. The adds of the fold need no such care: a sum of two
  * floats is a multiple of 2^-149 and never lies inside the interval.
  */
 #ifndef MOJOLEARN_TILE_H
 #define MOJOLEARN_TILE_H
-#include "simd.h"
+#include "border.h"
 #if defined(__unix__) || defined(__APPLE__)
 #include <unistd.h>
 #endif
@@ -45,6 +46,7 @@ typedef struct {
 
 typedef struct {
     ptrdiff_t steps;
+    ptrdiff_t columns;    /* of the tile that count */
     const float *ahead;   /* NULL, or what a later tile needs: a cache line is fetched with every step */
     const float *seed;    /* NULL, or [rows][TILE_COLUMNS] that the chains go on from */
     const Partial *older; /* earlier subtrees of the same outputs, the newest first */
@@ -119,6 +121,60 @@ MOJO_NOINLINE void exact_tile_row(const float *x, ptrdiff_t x_step, const float 
             acc[q] = vadd(vload(leaf->older[i].data + row * leaf->older[i].stride + q * W), acc[q]);
     for (int q = 0; q < TILE_VECTORS; q++) vstore(leaf->out + row * leaf->out_stride + q * W, acc[q]);
 }
+
+/* Rows [first, first + SCALED_ROWS) of a tile of `rows` rows in the scaled domain; 0 if something is in doubt. */
+#if SCALED_CHAINS
+#define SCALED_ROWS (TILE_ROWS / 2)
+MOJO_NOINLINE int scaled_tile_rows(ptrdiff_t rows, ptrdiff_t first, const float *a, const float *b, const Leaf *leaf) {
+    vf acc[SCALED_ROWS][TILE_VECTORS];
+    ptrdiff_t row[SCALED_ROWS]; /* the last one repeats where there are fewer */
+    vi unsure = viset(0);
+#pragma GCC unroll 16
+    for (int r = 0; r < SCALED_ROWS; r++) {
+        row[r] = first + r < rows ? first + r : rows - 1;
+#pragma GCC unroll 4
+        for (int q = 0; q < TILE_VECTORS; q++)
+            acc[r][q] = vmul(leaf->seed ? vload(leaf->seed + row[r] * TILE_COLUMNS + q * W) : vzero(), vset(SCALE_UP));
+    }
+    const ptrdiff_t last = leaf->steps - 1;
+#pragma GCC unroll 1
+    for (ptrdiff_t p = 0; p < last; p++) {
+        vf columns[TILE_VECTORS];
+#pragma GCC unroll 4
+        for (int q = 0; q < TILE_VECTORS; q++) columns[q] = vload(b + p * PANEL + q * W) * vset(SCALE_UP);
+#pragma GCC unroll 16
+        for (int r = 0; r < SCALED_ROWS; r++) {
+            vf x = vset(a[p * rows + row[r]]);
+#pragma GCC unroll 4
+            for (int q = 0; q < TILE_VECTORS; q++) acc[r][q] = scaled_flush(scaled_fma(x, columns[q], acc[r][q]));
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < SCALED_ROWS; r++) {
+        vf x = vset(a[last * rows + row[r]]);
+#pragma GCC unroll 4
+        for (int q = 0; q < TILE_VECTORS; q++) {
+            vf sum = scaled_fma(x, vload(b + last * PANEL + q * W) * vset(SCALE_UP), acc[r][q]);
+            unsure |= (((vi)sum & INT32_MAX) == 0) & (vilanes() < (int32_t)(leaf->columns - q * W));
+            vstore(leaf->out + row[r] * leaf->out_stride + q * W, scaled_result(sum));
+        }
+    }
+    if (fp_underflowed() || vany(unsure)) return 0;
+    for (ptrdiff_t i = 0; i < leaf->merges; i++)
+        for (ptrdiff_t r = first; r < rows && r < first + SCALED_ROWS; r++)
+            for (int q = 0; q < TILE_VECTORS; q++) {
+                float *out = leaf->out + r * leaf->out_stride + q * W;
+                vstore(out, vadd(vload(leaf->older[i].data + r * leaf->older[i].stride + q * W), vload(out)));
+            }
+    return 1;
+}
+#else
+#define SCALED_ROWS TILE_ROWS
+#define SCALED_MOST 0.0f
+MOJO_INLINE int scaled_tile_rows(ptrdiff_t rows, ptrdiff_t first, const float *a, const float *b, const Leaf *leaf) {
+    return 0;
+}
+#endif
 
 /* ---- the tile of the products of many rows ---- */
 /* Every loop over the accumulators is unrolled, or they would live in memory. */

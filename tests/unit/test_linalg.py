@@ -107,6 +107,18 @@ def test_rounding_up_to_the_smallest_normal_number(linalg):
     assert out[0, 0].view(np.uint32) == 0x00800000
 
 
+@pytest.mark.parametrize("steps", (3, 130))
+def test_a_zero_that_ends_a_vanished_sum_keeps_its_sign(linalg, steps):
+    """-0 stays through products that are -0, though other rows of the tile do not vanish."""
+    a, b = np.zeros((16, steps), np.float32), np.full((40, steps), -1.5 * 2.0**-65, np.float32)
+    a[:, steps - 3] = 2.0**-63
+    a[5:, steps - 3] = 2.0**-61
+    out = product(linalg, "nt", a, b, 1)
+    assert (np.signbit(out[:5]) == (steps <= 128)).all()  # a second leaf, of zeros alone, is +0
+    assert (out[:5] == 0).all()
+    assert (out[5:] == np.float32(-1.5 * 2.0**-126)).all()
+
+
 def test_fast_mode_differs_only_by_underflow(linalg):
     draw = np.random.default_rng(3)
     a, b = exact.numbers(draw, (40, 300), "normal"), exact.numbers(draw, (50, 300), "normal")
