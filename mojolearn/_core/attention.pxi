@@ -25,10 +25,14 @@ cdef extern from "chains.h" nogil:
     enum:
         CHAIN_ROWS
         CHAIN_LANES
-    void chain_rows(const float* a, Py_ssize_t a_row, const float* b, float* c, Py_ssize_t steps)
-    void chain_columns(const float* a, const float* b, Py_ssize_t b_step, float* c, Py_ssize_t c_row, Py_ssize_t steps)
-    void chain_column(const float* a, const float* b, Py_ssize_t b_step, float* c, Py_ssize_t steps)
-    void chain_lanes(const float* a, const float* b, Py_ssize_t b_step, float* c, Py_ssize_t c_row, Py_ssize_t steps)
+    void chain_rows(const float* a, Py_ssize_t a_row, const float* b, float* c, Py_ssize_t steps,
+                    int* care)
+    void chain_columns(const float* a, const float* b, Py_ssize_t b_step, float* c, Py_ssize_t c_row, Py_ssize_t steps,
+                       int* care)
+    void chain_column(const float* a, const float* b, Py_ssize_t b_step, float* c, Py_ssize_t steps,
+                      int* care)
+    void chain_lanes(const float* a, const float* b, Py_ssize_t b_step, float* c, Py_ssize_t c_row, Py_ssize_t steps,
+                     int* care)
     vf vfma_flushed(vf a, vf b, vf c)
     vf vmul_flushed(vf a, vf b)
 
@@ -97,10 +101,10 @@ cdef void pack_queries(const float* rows, Py_ssize_t stride, Py_ssize_t count, P
 
 
 cdef void score_cells(const float* rows, Py_ssize_t width, const float* columns, Py_ssize_t depth,
-                      float* out) noexcept nogil:
+                      float* out, int* care) noexcept nogil:
     """Product cells of CHAIN_ROWS rows with CHAIN_LANES columns: a chain per leaf, leaves folded in pairs."""
     if depth <= LEAF:
-        chain_rows(rows, width, columns, out, depth)
+        chain_rows(rows, width, columns, out, depth, care)
         return
     # a binary counter of finished leaves; 16 levels hold 2^15 leaves, more than any head has
     cdef float levels[16 * CHAIN_ROWS * CHAIN_LANES]
@@ -110,7 +114,7 @@ cdef void score_cells(const float* rows, Py_ssize_t width, const float* columns,
     d = 0
     while d < depth:
         steps = min(<Py_ssize_t> LEAF, depth - d)
-        chain_rows(rows + d, width, columns + d * CHAIN_LANES, out, steps)
+        chain_rows(rows + d, width, columns + d * CHAIN_LANES, out, steps, care)
         size = 1
         while top and (sizes[top - 1] == size or d + steps == depth):
             top -= 1

@@ -39,6 +39,7 @@ cdef struct BackwardScratch:
     float* dvalues
     float* sums         # (L): sum of weight times its gradient, of the present head
     bint whole          # nothing is skipped
+    int care[5]         # whether a chain of the tile has underflowed: scores, gradients of weights, dq, dk, dv
 
 
 cdef Py_ssize_t backward_scratch(const Attention* a, float* start, BackwardScratch* s) noexcept nogil:
@@ -179,8 +180,9 @@ cdef void backward_weights(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, P
     j = low
     while j < high:
         weight = s.weights + (j - low) * CHAIN_LANES
-        score_cells(keys + j * a.width, a.width, s.columns, a.head_dim, weight)
-        score_cells(values + j * a.width, a.width, s.dcolumns, a.head_dim, s.dweights + (j - low) * CHAIN_LANES)
+        score_cells(keys + j * a.width, a.width, s.columns, a.head_dim, weight, &s.care[0])
+        score_cells(values + j * a.width, a.width, s.dcolumns, a.head_dim, s.dweights + (j - low) * CHAIN_LANES,
+                    &s.care[1])
         edge = j + CHAIN_ROWS - 1 > row or (a.window and j < row + CHAIN_LANES - a.window)
         for i in range(j, min(j + CHAIN_ROWS, high)):
             for lane in range(2):
@@ -267,6 +269,7 @@ cdef void backward_tile(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_s
     cdef const float* dout = job.dout + (b * a.length + row) * job.dout_stride + h * hd
     cdef float* weight
 
+    memset(s.care, 0, sizeof(s.care))
     fp_fast()
     pack_queries(queries, a.query_stride, count, hd, width, s.columns)
     pack_queries(dout, job.dout_stride, count, hd, width, s.dcolumns)
@@ -292,14 +295,14 @@ cdef void backward_tile(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_s
             r = 0
             while r < count:
                 chain_columns(s.dscores + r, keys + j * width + d, width, s.dqueries + r * width + d, width,
-                              min(block_end, high) - j)
+                              min(block_end, high) - j, &s.care[2])
                 r += CHAIN_ROWS
             i = j
             while i < block_end:
                 chain_lanes(s.dscores + (i - j) * CHAIN_LANES, s.rows + d, width, s.dkeys + i * width + d, width,
-                            count)
+                            count, &s.care[3])
                 chain_lanes(weight + (i - j) * CHAIN_LANES, s.drows + d, width, s.dvalues + i * width + d, width,
-                            count)
+                            count, &s.care[4])
                 i += CHAIN_ROWS
             d += CHAIN_LANES
         j = block_end

@@ -5,7 +5,7 @@ Included by attention.pxi.
 
 
 cdef void weigh_values(const Attention* a, const float* weights, const float* values, float* contexts,
-                       Py_ssize_t first, Py_ssize_t count, Py_ssize_t low, Py_ssize_t high) noexcept nogil:
+                       Py_ssize_t first, Py_ssize_t count, Py_ssize_t low, Py_ssize_t high, int* care) noexcept nogil:
     """Continue the sums of values of a tile's queries over the keys [low, high).
 
     A sum ends at its own query: a +0 weight further on could still turn a sum that underflowed to -0 into +0. So
@@ -23,23 +23,23 @@ cdef void weigh_values(const Attention* a, const float* weights, const float* va
             for lane in range(r, end):
                 weigh_values_of_one(weights + lane, values + d, contexts + lane * width + d, width,
                                     max(low, first_visible(a, first + lane)),
-                                    min(high, min(seen_low, first + lane + 1)))
+                                    min(high, min(seen_low, first + lane + 1)), care)
             together_low = max(low, seen_low)
             together_high = min(high, seen_high)
             if together_low < together_high:
                 chain_columns(weights + together_low * CHAIN_LANES + r, values + together_low * width + d, width,
-                              contexts + r * width + d, width, together_high - together_low)
+                              contexts + r * width + d, width, together_high - together_low, care)
             for lane in range(r, end):
                 weigh_values_of_one(weights + lane, values + d, contexts + lane * width + d, width,
-                                    max(low, seen_high), min(high, first + lane + 1))
+                                    max(low, seen_high), min(high, first + lane + 1), care)
             r += CHAIN_ROWS
         d += CHAIN_LANES
 
 
 cdef inline void weigh_values_of_one(const float* weights, const float* values, float* context, Py_ssize_t width,
-                                     Py_ssize_t low, Py_ssize_t high) noexcept nogil:
+                                     Py_ssize_t low, Py_ssize_t high, int* care) noexcept nogil:
     if low < high:
-        chain_column(weights + low * CHAIN_LANES, values + low * width, width, context, high - low)
+        chain_column(weights + low * CHAIN_LANES, values + low * width, width, context, high - low, care)
 
 
 cdef struct ForwardJob:
@@ -66,6 +66,7 @@ cdef void forward_tile(ForwardJob* job, Py_ssize_t b, Py_ssize_t h, Py_ssize_t t
     cdef Py_ssize_t j, i, r, block_end
     cdef vf scale = vset(a.scale), top0, top1, sum0, sum1, reciprocal0, reciprocal1, e
     cdef bint edge
+    cdef int score_care = 0, value_care = 0
 
     fp_fast()
     pack_queries(queries, a.query_stride, count, hd, width, columns)
@@ -75,7 +76,7 @@ cdef void forward_tile(ForwardJob* job, Py_ssize_t b, Py_ssize_t h, Py_ssize_t t
     j = low
     while j < high:
         weight = weights + (j - low) * CHAIN_LANES
-        score_cells(keys + (j - a.base) * width, width, columns, hd, weight)
+        score_cells(keys + (j - a.base) * width, width, columns, hd, weight, &score_care)
         edge = j + CHAIN_ROWS - 1 > first or (a.window and j < first + CHAIN_LANES - a.window)
         for i in range(j, min(j + CHAIN_ROWS, high)):
             e = visible_cell(a, vload(weight), first, 0, i, edge)
@@ -121,7 +122,8 @@ cdef void forward_tile(ForwardJob* job, Py_ssize_t b, Py_ssize_t h, Py_ssize_t t
             vstore(weight, weight_of(vload(weight), sum0, reciprocal0))
             vstore(weight + vlanes, weight_of(vload(weight + vlanes), sum1, reciprocal1))
             weight += CHAIN_LANES
-        weigh_values(a, weights - low * CHAIN_LANES, values - a.base * width, contexts, first, count, j, block_end)
+        weigh_values(a, weights - low * CHAIN_LANES, values - a.base * width, contexts, first, count, j, block_end,
+                     &value_care)
         j = block_end
     fp_exact()
     for r in range(count):

@@ -295,6 +295,7 @@ cdef struct ChunkScratch:
     float* pairs_turned
     float* dtheta                # [r][i]
     float* at                    # columns of 64 scalars
+    bint care                    # a chain of step 4 has underflowed
 
 
 cdef enum:
@@ -338,6 +339,8 @@ cdef void query_row(ChunkScratch* s, Size size, bint strip, const float* floor, 
     """Step 4, dq16 of row i: the farthest tokens come first, and with them the decays that run out."""
     cdef const float* decay = s.decay + i * CHUNK
     cdef Py_ssize_t first = 0, last = i, low = 0, high = 0
+    cdef int status = -1
+    cdef float spare[STATE]
     find_tiny(decay, floor, 1.0, strip, &first, &last, &low, &high)
     scale_rows(s.ks_rows, decay, first, last, s.decayed)
     if size == PLAIN and high > first:
@@ -347,8 +350,29 @@ cdef void query_row(ChunkScratch* s, Size size, bint strip, const float* floor, 
         scale_rows(s.ks_rows, decay, first, last, s.decayed)
     if size != PLAIN:
         fp_fast()
+    if size == FAINT and s.care:
+        scale_chain_rows(s.decayed, last - first)
+        status = query_chain_scaled(s.decayed, low - first, high - first, last - first, s.v_turned + first, dy + i * HEAD,
+                                    out)
+        if status == 0:
+            fp_exact()
+            return
+        fp_exact()
+        scale_rows(s.ks_rows, decay, first, last, s.decayed)
+        fp_fast()
     query_chain(s.decayed, last - first, s.v_turned + first, dy + i * HEAD, out)
-    if size == FAINT and fp_underflowed():
+    if size == FAINT and status < 0 and fp_underflowed():
+        s.care = MOJO_ISA == 3
+        if MOJO_ISA == 2 and all_lanes_finite(out, STATE):
+            fp_fast()
+            scale_chain_rows(s.decayed, last - first)
+            status = query_chain_scaled(s.decayed, low - first, high - first, last - first, s.v_turned + first, dy + i * HEAD,
+                                        spare)
+            fp_exact()
+            if status >= 0:      # then the plain chain is right
+                return
+            scale_rows(s.ks_rows, decay, first, last, s.decayed)
+            fp_fast()
         if query_chain_doubtful(s.decayed, last - first, s.v_turned + first, dy + i * HEAD):
             fp_exact()
             query_chain(s.decayed, last - first, s.v_turned + first, dy + i * HEAD, out)
@@ -360,6 +384,8 @@ cdef void key_row(ChunkScratch* s, Size size, bint strip, const float* floor, fl
     """Step 4, dk16 of row j; ``least`` is the smallest nonzero size in v_j."""
     cdef const float* decay = s.pairs_turned + j * CHUNK
     cdef Py_ssize_t first = j + 1, last = real, low = 0, high = 0
+    cdef int status = -1
+    cdef float spare[STATE]
     find_tiny(decay, floor, least, strip, &first, &last, &low, &high)
     scale_rows(s.q_rows, decay, first, last, s.decayed)
     if size == PLAIN and high > low:
@@ -369,8 +395,29 @@ cdef void key_row(ChunkScratch* s, Size size, bint strip, const float* floor, fl
         scale_rows(s.q_rows, decay, first, last, s.decayed)
     if size != PLAIN:
         fp_fast()
+    if size == FAINT and s.care:
+        scale_chain_rows(s.decayed, last - first)
+        status = key_chain_scaled(s.decayed, low - first, high - first, last - first, s.dy_turned + first, s.v + j * HEAD,
+                                  out)
+        if status == 0:
+            fp_exact()
+            return
+        fp_exact()
+        scale_rows(s.q_rows, decay, first, last, s.decayed)
+        fp_fast()
     key_chain(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD, out)
-    if size == FAINT and fp_underflowed():
+    if size == FAINT and status < 0 and fp_underflowed():
+        s.care = MOJO_ISA == 3
+        if MOJO_ISA == 2 and all_lanes_finite(out, STATE):
+            fp_fast()
+            scale_chain_rows(s.decayed, last - first)
+            status = key_chain_scaled(s.decayed, low - first, high - first, last - first, s.dy_turned + first, s.v + j * HEAD,
+                                      spare)
+            fp_exact()
+            if status >= 0:      # then the plain chain is right
+                return
+            scale_rows(s.q_rows, decay, first, last, s.decayed)
+            fp_fast()
         if key_chain_doubtful(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD):
             fp_exact()
             key_chain(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD, out)
@@ -386,6 +433,7 @@ cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, 
     cdef double k_size = largest(s.ks, TALL), q_size = largest(s.qrot, TALL)
     cdef double most = largest(dy, SQUARE) * largest(s.v, SQUARE) * max(k_size, q_size, 128 * k_size * q_size)
     cdef Size size = PLAIN
+    s.care = False
     cdef bint strip = isfinite(most)     # a decay of zero makes zeros of what is finite, and NaN of the rest
     if most < SMALLEST / 2:
         size = VANISHING

@@ -173,6 +173,106 @@ cdef bint key_chain_doubtful(const float* rows, Py_ssize_t count, const float* d
     return vany(doubtful)
 
 
+cdef int scaled_chains(vf* acc, float* out) noexcept nogil:
+    """Store the last sums, unflushed, of chains in the scaled domain. 0: all is well; 1: but for signs of zeros, which are
+    right in the plain chain; -1: a flush is doubtful, or something overflowed by the scaling."""
+    cdef vi zero = viset(0), large = viset(0), size
+    cdef vf result
+    cdef Py_ssize_t c
+    for c in range(CHAIN_VECTORS):
+        size = viand(vasint(acc[c]), viset(INT32_MAX))
+        zero = vior(zero, vieq(size, viset(0)))
+        large = vimax(large, size)
+        result = scaled_result(acc[c])
+        settle(&result)
+        vstore(out + c * vlanes, result)
+    if fp_underflowed() or vany(vigt(large, viset(0x7F7FFFFF))):
+        return -1
+    return 1 if vany(zero) else 0
+
+
+cdef inline vf scaled_step(vf through, vf x, vf by, vf acc, bint guarded) noexcept nogil:
+    """acc + through (x by), unflushed, in the scaled domain, where x is; ``guarded``: the product may be subnormal."""
+    cdef vf product = vmul(x, by)
+    if guarded:
+        product = scaled_flush(product)
+    return scaled_fma(through, product, scaled_flush(acc))
+
+
+cdef int query_chain_scaled(const float* rows, Py_ssize_t low, Py_ssize_t high, Py_ssize_t count, const float* v,
+                            const float* dy, float* out) noexcept nogil:
+    """As `query_chain` for rows in the scaled domain, products of low..high guarded; the result of `scaled_chains`."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through
+    cdef Py_ssize_t n = 0, p, j, c
+    cdef const float* x
+    cdef int found = 0, status
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        for p in range(HEAD):
+            through = vset(dy[p])
+            x = rows + n
+            for j in range(low):
+                by = vset(v[p * CHUNK + j])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], False)
+                x += STATE
+            for j in range(low, high):
+                by = vset(v[p * CHUNK + j])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], True)
+                x += STATE
+            for j in range(high, count):
+                by = vset(v[p * CHUNK + j])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], False)
+                x += STATE
+        status = scaled_chains(acc, out + n)
+        if status < 0:
+            return status
+        found |= status
+        n += CHAIN_VECTORS * vlanes
+    return found
+
+
+cdef int key_chain_scaled(const float* rows, Py_ssize_t low, Py_ssize_t high, Py_ssize_t count, const float* dy,
+                          const float* v, float* out) noexcept nogil:
+    """As `key_chain`, otherwise as `query_chain_scaled`."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through
+    cdef Py_ssize_t n = 0, p, i, c
+    cdef const float* x
+    cdef int found = 0, status
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        for p in range(HEAD):
+            by = vset(v[p])
+            x = rows + n
+            for i in range(low):
+                through = vset(dy[p * CHUNK + i])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], False)
+                x += STATE
+            for i in range(low, high):
+                through = vset(dy[p * CHUNK + i])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], True)
+                x += STATE
+            for i in range(high, count):
+                through = vset(dy[p * CHUNK + i])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], False)
+                x += STATE
+        status = scaled_chains(acc, out + n)
+        if status < 0:
+            return status
+        found |= status
+        n += CHAIN_VECTORS * vlanes
+    return found
+
+
 cdef void smallest(const float* x, Py_ssize_t rows, float* out) noexcept nogil:
     """out[t] = the smallest size of a nonzero x[:, t], +inf if there is none; x (rows, 64)."""
     cdef vf least, size
@@ -210,6 +310,14 @@ cdef void find_tiny(const float* decay, const float* floor, float least, bint st
             if high[0] == first[0]:
                 low[0] = j
             high[0] = j + 1
+
+
+cdef void scale_chain_rows(float* rows, Py_ssize_t count) noexcept nogil:
+    """Into the scaled domain of chains."""
+    cdef Py_ssize_t n = 0
+    while n < count * STATE:
+        vstore(rows + n, scale_chain(vload(rows + n)))
+        n += vlanes
 
 
 cdef inline void scale_up_rows(float* rows, Py_ssize_t count) noexcept nogil:

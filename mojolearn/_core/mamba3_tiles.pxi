@@ -4,6 +4,7 @@
 # channels lie along the lanes, so that a sum over state rows, tokens or channels is walked by each lane alone.
 
 from mojolearn._core.elementary cimport *
+from mojolearn._core.vectors cimport all_lanes_finite
 from mojolearn._core._pool cimport next_unit_in_turn, run_in_turns
 from libc.math cimport isfinite
 from libc.stdint cimport INT32_MAX, int32_t
@@ -32,6 +33,17 @@ cdef extern from *:
         STATE_BLOCK
         STATE_LANES
         CHAIN_VECTORS
+
+cdef extern from "chains.h" nogil:
+    int chain_verified(const float* a, Py_ssize_t a_row, Py_ssize_t a_step, const float* b, Py_ssize_t b_step,
+                       float* c, Py_ssize_t c_row, Py_ssize_t steps)
+
+cdef extern from "border.h" nogil:
+    vf scaled_fma(vf a, vf b, vf c)
+    vf scaled_flush(vf t)
+    vf scaled_result(vf t)
+    vf scale_chain(vf x)
+    void settle(vf* x)
 
 cdef enum:
     CHUNK = 64          # tokens in a chunk; also the row length of every matrix below
@@ -155,6 +167,7 @@ cdef struct Product:
     Py_ssize_t a_size
     const float* b
     Py_ssize_t b_size
+    bint care                    # a tile has seen underflow
     int vanishing                # 1: every term is flushed to zero; 0: not so; -1: not known yet
 
 
@@ -162,6 +175,7 @@ cdef inline Product start_product(const float* a, Py_ssize_t a_size, const float
     """Tiles run with FTZ set, in which no subnormal result costs time, until `end_product`."""
     cdef Product product
     product.a, product.a_size, product.b, product.b_size, product.vanishing = a, a_size, b, b_size, -1
+    product.care = False
     fp_fast()
     return product
 
@@ -172,16 +186,27 @@ cdef inline void end_product() noexcept nogil:
 
 cdef inline void exact_tile(Product* product, const float* a, Py_ssize_t a_row, Py_ssize_t a_k, const float* b,
                             Py_ssize_t k, float* out) noexcept nogil:
-    """`tile`, done again with gradual underflow if a result is doubtful.
+    """`tile` without doubtful results; after one tile with underflow, in the scaled domain at once.
 
-    None is if there was no underflow, nor if all terms are less than 2^-127: then every sum is a zero in both modes.
+    Nothing is doubtful without underflow, nor if all terms are less than 2^-127: then every sum is a zero in both modes.
     """
-    tile(a, a_row, a_k, b, k, out)
-    if product.vanishing == 1 or not fp_underflowed():
+    cdef int zeros
+    if MOJO_ISA < 3 or not product.care:
+        tile(a, a_row, a_k, b, k, out)
+        if product.vanishing == 1 or not fp_underflowed():
+            return
+        fp_fast()
+        if product.vanishing < 0:
+            product.vanishing = largest(product.a, product.a_size) * largest(product.b, product.b_size) < SMALLEST / 2
+        if product.vanishing:
+            return
+        product.care = True
+    zeros = chain_verified(a, a_row, a_k, b, CHUNK, out, CHUNK, k)
+    if zeros == 0:
         return
-    if product.vanishing < 0:
-        product.vanishing = largest(product.a, product.a_size) * largest(product.b, product.b_size) < SMALLEST / 2
-    if not product.vanishing and tile_doubtful(a, a_row, a_k, b, k):
+    fp_fast()
+    tile(a, a_row, a_k, b, k, out)       # right where nothing is doubtful, signs of zeros included
+    if zeros < 0 and tile_doubtful(a, a_row, a_k, b, k):
         fp_exact()
         tile(a, a_row, a_k, b, k, out)
     fp_fast()
