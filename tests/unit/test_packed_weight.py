@@ -47,6 +47,27 @@ def check_raw(found, expected):
         assert found.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("threads", (1, 2, 5))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packing_tells_whether_all_is_finite(linalg, shape, threads):
+    values = exact.numbers(np.random.default_rng(shape[1]), shape, "normal")
+    weight = linalg.PackedWeight.from_float32(values, threads)
+    assert weight.finite
+    check_raw(weight.raw(), values)
+    for place in {(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, 0), (0, shape[1] // 2)}:
+        for found in (np.nan, np.inf, -np.inf):
+            bad = values.copy()
+            bad[place] = found
+            weight = linalg.PackedWeight.from_float32(bad, threads)
+            assert not weight.finite
+            check_raw(weight.raw(), bad)
+
+
+def test_packing_refuses_a_wrong_number_of_threads(linalg):
+    with pytest.raises(ValueError, match="threads"):
+        linalg.PackedWeight.from_float32(np.ones((2, 2), np.float32), 0)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_was_packed_comes_back(linalg, fmt, shape):
