@@ -38,12 +38,12 @@ build: $(VENV)/.build-tools
 	$(PY) setup.py build_ext --inplace
 	@test -e $(VENV)/.installed || $(MAKE) --no-print-directory $(VENV)/.installed
 
-# An editable installation brings the run-time dependencies and the command `mojolearn`. It would compile everything
+# An editable installation brings the run-time dependencies, those of pictures, and the command `mojolearn`. It would compile everything
 # once more, in a folder of its own, so it is told to build no module: the kernels are compiled in place.
 INSTALL := PYTHONWARNINGS=ignore MOJOLEARN_BUILD_ONLY='^none$$' $(PIP) install --quiet --no-build-isolation --editable
 
 $(VENV)/.installed: $(VENV)/.build-tools
-	$(INSTALL) .
+	$(INSTALL) ".[plot]"
 	@touch $@
 
 # One stamp per extra of pyproject.toml.
