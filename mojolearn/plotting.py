@@ -159,8 +159,11 @@ def plot_weights(weights: Mapping[str, np.ndarray], out: str | os.PathLike[str],
                     row[1].plot([], [], color=color, label=f"{fmt}, exact")
             row[1].set_title("rounding error", fontsize="small")
             row[1].legend(frameon=False, fontsize="x-small")
+        row[0].set_ylabel("weights", fontsize="x-small")
         for axis in row:
-            axis.tick_params(labelsize="x-small")
+            axis.tick_params(which="both", labelsize="x-small")
+    for axis, label in zip(axes[-1], ("value", "value after packing - value"), strict=False):
+        axis.set_xlabel(label, fontsize="x-small")
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
