@@ -18,7 +18,7 @@ import numpy as np
 
 from mojolearn._core.simd cimport *
 from mojolearn._core.elementary cimport *
-from mojolearn._core.vectors cimport all_lanes_finite, load_lanes, store_lanes
+from mojolearn._core.vectors cimport all_lanes_finite, largest_magnitude, load_lanes, store_lanes
 from mojolearn._core._pool cimport next_unit_in_turn, parallel_run, run_in_turns
 
 cdef extern from "chains.h" nogil:

@@ -312,34 +312,15 @@ cdef void backward_tile(BackwardJob* job, BackwardScratch* s, Py_ssize_t b, Py_s
         store_head(s.dqueries + r * width, job.dqueries + (b * a.length + row + r) * job.dqueries_stride + h * hd, hd)
 
 
-cdef double largest(const float* x, Py_ssize_t stride, Py_ssize_t rows, Py_ssize_t n) noexcept nogil:
-    """Largest size in rows of n floats; NaN if one is (as bits, NaNs are larger than infinity)."""
-    cdef vi most = viset(0), magnitude = viset(INT32_MAX)
-    cdef int32_t lanes[vlanes]
-    cdef int32_t bits = 0
-    cdef float result
-    cdef Py_ssize_t r, i
-    for r in range(rows):
-        i = 0
-        while i < n:
-            most = vimax(most, viand(vasint(load_lanes(x + r * stride + i, n - i)), magnitude))
-            i += vlanes
-    vistore(lanes, most)
-    for i in range(vlanes):
-        bits = max(bits, lanes[i])
-    memcpy(&result, &bits, 4)
-    return result
-
-
 cdef bint may_overflow(BackwardJob* job, Py_ssize_t b, Py_ssize_t kv, const float* keys,
                        const float* values) noexcept nogil:
     """Whether a score, a gradient of a weight or the sum of one may be infinite or NaN, hidden or not."""
     cdef const Attention* a = &job.a
     cdef Py_ssize_t hd = a.head_dim, group = a.heads // a.kv_heads, first = kv * group * hd, row = b * a.length
-    cdef double scores = largest(a.queries + row * a.query_stride + first, a.query_stride, a.length, group * hd)
-    cdef double gradients = largest(job.dout + row * job.dout_stride + first, job.dout_stride, a.length, group * hd)
-    scores *= largest(keys, a.width, a.length, hd) * hd
-    gradients *= largest(values, a.width, a.length, hd) * hd
+    cdef double scores = largest_magnitude(a.queries + row * a.query_stride + first, a.query_stride, a.length, group * hd)
+    cdef double gradients = largest_magnitude(job.dout + row * job.dout_stride + first, job.dout_stride, a.length, group * hd)
+    scores *= largest_magnitude(keys, a.width, a.length, hd) * hd
+    gradients *= largest_magnitude(values, a.width, a.length, hd) * hd
     return not (scores < FAR_FROM_INFINITY and gradients < FAR_FROM_INFINITY)
 
 

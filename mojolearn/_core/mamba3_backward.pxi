@@ -236,8 +236,9 @@ cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count,
             gather_lanes(v, STATE_LANES, j * shape.width + p, v_lanes + (j * HEAD + p) * STATE_LANES, STATE_LANES)
         p += vlanes
     if vanish:
-        skip = (isfinite(largest(dh_lanes, TALL * STATE_LANES)) and largest(v_lanes, SQUARE * STATE_LANES)
-                * largest(ks_lanes, TALL * STATE_LANES) <= LARGEST)
+        skip = (all_lanes_finite(dh_lanes, TALL * STATE_LANES)
+                and largest_magnitude(v_lanes, 0, 1, SQUARE * STATE_LANES)
+                * largest_magnitude(ks_lanes, 0, 1, TALL * STATE_LANES) <= LARGEST)
     for j in range(CHUNK):
         add_token(dh_lanes, ks_lanes + j * STATE * STATE_LANES, v_lanes + j * HEAD * STATE_LANES,
                   end_lanes + j * STATE_LANES, skip, sums)
@@ -430,8 +431,9 @@ cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, 
     cdef float q_floor[CHUNK]
     cdef float v_least[CHUNK]
     cdef Py_ssize_t i = 0
-    cdef double k_size = largest(s.ks, TALL), q_size = largest(s.qrot, TALL)
-    cdef double most = largest(dy, SQUARE) * largest(s.v, SQUARE) * max(k_size, q_size, 128 * k_size * q_size)
+    cdef double k_size = largest_magnitude(s.ks, 0, 1, TALL), q_size = largest_magnitude(s.qrot, 0, 1, TALL)
+    cdef double most = largest_magnitude(dy, 0, 1, SQUARE) * largest_magnitude(s.v, 0, 1, SQUARE)
+    most *= max(k_size, q_size, 128 * k_size * q_size)
     cdef Size size = PLAIN
     s.care = False
     cdef bint strip = isfinite(most)     # a decay of zero makes zeros of what is finite, and NaN of the rest

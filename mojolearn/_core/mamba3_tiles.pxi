@@ -4,7 +4,7 @@
 # channels lie along the lanes, so that a sum over state rows, tokens or channels is walked by each lane alone.
 
 from mojolearn._core.elementary cimport *
-from mojolearn._core.vectors cimport all_lanes_finite
+from mojolearn._core.vectors cimport all_lanes_finite, largest_magnitude
 from mojolearn._core._pool cimport next_unit_in_turn, run_in_turns
 from libc.math cimport isfinite
 from libc.stdint cimport INT32_MAX, int32_t
@@ -145,23 +145,6 @@ cdef bint tile_doubtful(const float* a, Py_ssize_t a_row, Py_ssize_t a_k, const 
     return vany(doubtful)
 
 
-cdef double largest(const float* x, Py_ssize_t n) noexcept nogil:
-    """Largest size among n values, a multiple of 16; NaN if one is (as bits, NaNs are larger than infinity)."""
-    cdef vi most = viset(0), magnitude = viset(INT32_MAX)
-    cdef int32_t lanes[vlanes]
-    cdef int32_t bits = 0
-    cdef float result
-    cdef Py_ssize_t i = 0
-    while i < n:
-        most = vimax(most, viand(vasint(vload(x + i)), magnitude))
-        i += vlanes
-    vistore(lanes, most)
-    for i in range(vlanes):
-        bits = max(bits, lanes[i])
-    memcpy(&result, &bits, 4)
-    return result
-
-
 cdef struct Product:
     const float* a
     Py_ssize_t a_size
@@ -197,7 +180,8 @@ cdef inline void exact_tile(Product* product, const float* a, Py_ssize_t a_row, 
             return
         fp_fast()
         if product.vanishing < 0:
-            product.vanishing = largest(product.a, product.a_size) * largest(product.b, product.b_size) < SMALLEST / 2
+            product.vanishing = (largest_magnitude(product.a, 0, 1, product.a_size)
+                             * largest_magnitude(product.b, 0, 1, product.b_size) < SMALLEST / 2)
         if product.vanishing:
             return
         product.care = True
@@ -254,10 +238,6 @@ cdef void product_tn_lower(const float* a, const float* b, Py_ssize_t first, Py_
     end_product()
 
 
-cdef inline bint all_finite(const float* x, Py_ssize_t n) noexcept nogil:
-    return isfinite(largest(x, n))
-
-
 cdef inline float triangle_chain(const float* a, Py_ssize_t a_k, const float* b, Py_ssize_t k) noexcept nogil:
     cdef float total = 0.0
     cdef Py_ssize_t q
@@ -273,7 +253,7 @@ cdef void product_nn_upper(const float* a, const float* b, Py_ssize_t m, Py_ssiz
     """As product_nn for a ``b`` (64, 64) that is zero on and below its diagonal."""
     cdef Product product
     cdef Py_ssize_t i, j = 0, steps
-    if not all_finite(a, m * CHUNK):
+    if not all_lanes_finite(a, m * CHUNK):
         for i in range(m):
             for j in range(CHUNK):
                 out[i * CHUNK + j] = triangle_chain(a + i * CHUNK, 1, b + j, min(j, k))
@@ -293,7 +273,7 @@ cdef void product_nn_below(const float* a, const float* b, Py_ssize_t m, Py_ssiz
     """As product_nn for a ``b`` (64, 64) that is zero on and above its diagonal."""
     cdef Product product
     cdef Py_ssize_t i, j = 0, steps
-    if not all_finite(a, m * CHUNK):
+    if not all_lanes_finite(a, m * CHUNK):
         for i in range(m):
             for j in range(CHUNK):
                 out[i * CHUNK + j] = triangle_chain(a + i * CHUNK + j + 1, 1, b + (j + 1) * CHUNK + j, max(k - j - 1, 0))
@@ -314,7 +294,7 @@ cdef void product_nn_lower(const float* a, const float* b, Py_ssize_t first, Py_
     """Rows first..last of a (64, 64) b (64, 64) for an ``a`` that is zero on and above its diagonal."""
     cdef Product product
     cdef Py_ssize_t i, j = 0, steps
-    if not all_finite(b, last * CHUNK):
+    if not all_lanes_finite(b, last * CHUNK):
         for i in range(first, last):
             for j in range(CHUNK):
                 out[i * CHUNK + j] = triangle_chain(a + i * CHUNK, 1, b + j, i)
@@ -335,7 +315,7 @@ cdef void product_tn_upper(const float* a, const float* b, Py_ssize_t rows, floa
     """out = a^T b over the first ``rows`` rows of both, for an ``a`` that is zero on and above its diagonal."""
     cdef Product product
     cdef Py_ssize_t i, j = 0
-    if not all_finite(b, rows * CHUNK):
+    if not all_lanes_finite(b, rows * CHUNK):
         for i in range(rows):
             for j in range(CHUNK):
                 out[i * CHUNK + j] = triangle_chain(a + (i + 1) * CHUNK + i, CHUNK, b + (i + 1) * CHUNK + j, rows - i - 1)

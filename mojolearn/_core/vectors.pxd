@@ -1,4 +1,7 @@
 """Arrays as vectors: the last one may have fewer elements than there are lanes."""
+from libc.stdint cimport INT32_MAX, int32_t
+from libc.string cimport memcpy
+
 from mojolearn._core.simd cimport *
 
 
@@ -22,3 +25,22 @@ cdef inline bint all_lanes_finite(const float* x, Py_ssize_t n) noexcept nogil:
         seen = vior(seen, vigt(vasint(vabs(load_lanes(x + i, n - i))), largest))
         i += vlanes
     return not vany(seen)
+
+
+cdef inline double largest_magnitude(const float* x, Py_ssize_t stride, Py_ssize_t rows, Py_ssize_t n) noexcept nogil:
+    """Largest magnitude in rows of n floats; NaN if one is (as bits, NaNs are larger than infinity)."""
+    cdef vi most = viset(0), magnitude = viset(INT32_MAX)
+    cdef int32_t lanes[vlanes]
+    cdef int32_t bits = 0
+    cdef float result
+    cdef Py_ssize_t r, i
+    for r in range(rows):
+        i = 0
+        while i < n:
+            most = vimax(most, viand(vasint(load_lanes(x + r * stride + i, n - i)), magnitude))
+            i += vlanes
+    vistore(lanes, most)
+    for i in range(vlanes):
+        bits = max(bits, lanes[i])
+    memcpy(&result, &bits, sizeof(float))
+    return result
