@@ -1,10 +1,14 @@
 """Fixtures that several test modules use."""
 
 import pathlib
+import signal
 
 import pytest
 
 import mojolearn
+
+# A job in the background of a shell ignores Ctrl-C, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = pathlib.Path(__file__).resolve().parent
 

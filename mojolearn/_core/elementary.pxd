@@ -126,14 +126,16 @@ cdef inline vf vtanh(vf x) noexcept nogil:
 
 
 cdef inline void vsincos(vf x, vf* sine, vf* cosine) noexcept nogil:
-    """sin and cos for abs(x) < 8192."""
+    """sin and cos for abs(x) < 8192. The same formula beyond, where octants from 2^30 on, all multiples of 8, need not
+    fit an integer."""
     x = vflush(x)
     cdef vf a = vabs(x)
     cdef vi negative = viand(vasint(x), viset(<int> 0x80000000))
-    cdef vi j = vtoint(vmul(a, vbits(0x3FA2F983)))
-    j = viadd(j, viand(j, viset(1)))
-    cdef vf yj = vtofloat(j)
-    j = viand(j, viset(7))
+    cdef vf yj = vfloor(vmul(a, vbits(0x3FA2F983)))
+    cdef vi j = vtoint(vmin(yj, vbits(0x4E800000)))
+    cdef vi odd = viand(j, viset(1))
+    yj = vadd(yj, vtofloat(odd))
+    j = viand(viadd(j, odd), viset(7))
     a = vfma(yj, vbits(0xBF490000), a)
     a = vfma(yj, vbits(0xB97DA000), a)
     a = vfma(yj, vbits(0xB3222169), a)

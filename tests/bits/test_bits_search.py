@@ -374,6 +374,22 @@ def test_search(name, kind):
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "seed"),
+    [
+        # an infinity in a chunk, and the tokens before it in the same register tile
+        ("mamba3_chunks", "edges", 4574666638500453084),
+        # a score beyond the largest float, of a key that the query does not see
+        ("attention", "edges", 5064414760632640260),
+        # an angle beyond the integers
+        ("mamba3_forward", "spread", 2315964282482515750),
+    ],
+)
+def test_found(name, kind, seed):
+    """What the search has found once."""
+    check(ALL[name], seed, kind)
+
+
 def test_the_search_sees_one_bit():
     def off(name, threads):
         return {"y": np.nextafter(np.float32(1), np.float32(2))[None]}
