@@ -69,7 +69,8 @@ class Work:
     def run_forward(self):
         start = time.perf_counter()
         logits = self.model.forward(self.ids[:, :-1])
-        return time.perf_counter() - start, logits.shape[0] * logits.shape[1], (logits[:, -1].copy(),)  # not a view of all
+        seconds = time.perf_counter() - start
+        return seconds, logits.shape[0] * logits.shape[1], (logits[:, -1].copy(),)  # not a view of all
 
     def run_train(self):
         inputs, targets = self.ids[:, :-1], self.ids[:, 1:]
