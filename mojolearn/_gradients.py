@@ -305,11 +305,13 @@ class EmbeddingGradient:
         d_model = self._chains.shape[1]
         last = first + len(gradient)
         step = max(1, (1 << 18) // d_model)  # 1 MiB of dense rows at a time
-        for row in range(first // d_model, -(-last // d_model), step):
-            low, high = np.searchsorted(self._rows, (row, row + step))
-            dense = np.zeros((step, d_model), np.float32)
+        stop = -(-last // d_model)
+        for row in range(first // d_model, stop, step):
+            row_end = min(row + step, stop)
+            low, high = np.searchsorted(self._rows, (row, row_end))
+            dense = np.zeros((row_end - row, d_model), np.float32)
             dense[self._rows[low:high] - row] = self._chains[low:high]
-            begin, end = max(first, row * d_model), min(last, (row + step) * d_model)
+            begin, end = max(first, row * d_model), min(last, row_end * d_model)
             chains = dense.reshape(-1)[begin - row * d_model : end - row * d_model]
             target = gradient[begin - first : end - first]
             if tied:

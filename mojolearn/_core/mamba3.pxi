@@ -136,17 +136,16 @@ cdef enum:
     SUMS_THREADS = 16       # of the sums over a state, whose scratch is megabytes a thread
 
 
-cdef int sums_threads(Py_ssize_t lines, Py_ssize_t chunks, int threads):
-    cdef Py_ssize_t groups = (lines * (chunks - 1) + STATE_LANES - 1) // STATE_LANES
-    return min(threads, SUMS_THREADS, max(groups, 1))
+cdef int sums_threads(Py_ssize_t groups, int threads):
+    return <int> min(threads, SUMS_THREADS, groups)
 
 
 def backward_scratch(Py_ssize_t lines, Py_ssize_t chunks, bint exact_order, int threads):
     """Floats of scratch that `backward` needs for ``lines`` = rows times heads."""
-    cdef Py_ssize_t sums = sums_threads(lines, chunks, threads) * <Py_ssize_t> STATE_SUMS_SCRATCH
     if not exact_order:
         return threads * <Py_ssize_t> HEAD_SCRATCH
-    return max(threads * <Py_ssize_t> CHUNK_SCRATCH, sums if chunks > 1 else 0)
+    return (threads * <Py_ssize_t> CHUNK_SCRATCH
+            + sums_threads(state_sums_groups(lines, chunks), threads) * <Py_ssize_t> STATE_SUMS_SCRATCH)
 
 
 def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const float[::1] rate, tuple rstd,
@@ -159,10 +158,10 @@ def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const 
     B_norm, C_norm); ``between`` is scratch (dy, dh, state sums, four planes, dtheta, its totals).
     """
     cdef BackwardJob job
-    cdef int sum_threads
+    cdef int summing
     memset(&job, 0, sizeof(BackwardJob))
     job.shape = make_shape(batch, length, (<object> weights[0]).shape[0], 0)
-    sum_threads = sums_threads(batch * job.shape.heads, job.shape.chunks, threads)
+    summing = sums_threads(state_sums_groups(batch * job.shape.heads, job.shape.chunks), threads)
     job.dgate = source(dgate)
     job.proj = source(proj)
     job.B, job.C = source(panels[0]), source(panels[1])
@@ -180,15 +179,13 @@ def backward(const float[::1] dgate, const float[::1] proj, tuple panels, const 
     job.ddt_adt, job.dtheta, job.dtheta_total = target(between[6]), target(between[7]), target(between[8])
     job.scratch = &scratch[0]
     job.scratch_size = CHUNK_SCRATCH
+    job.sums_scratch = job.scratch + threads * <Py_ssize_t> CHUNK_SCRATCH
     job.exact_order = mode == 0
     with nogil:
         if job.exact_order:
             run_in_turns(adjoint_job, &job, threads)
-            if job.shape.chunks > 1:
-                job.counter = 0
-                job.scratch_size = STATE_SUMS_SCRATCH
-                run_in_turns(state_sums_job, &job, sum_threads)
-                job.scratch_size = CHUNK_SCRATCH
+            if threads > summing:        # not all have scratch for sums
+                run_in_turns(state_sums_job, &job, summing)
             job.counter = 0
             run_in_turns(chunk_job, &job, threads)
         else:

@@ -2,8 +2,8 @@
 #
 # Phases, each over its own units of work:
 #   adjoint      (row, head)         gate and skip [2], then the adjoint of the state, last chunk first [6]
-#   state_sums   groups of chunks    one serial chain per chunk over its whole state [7, `add`]; many chunks as lanes
-#   chunk        (row, head, chunk)  everything inside a chunk [2-5, 7-11]
+#   chunk        groups of chunks    one serial chain per chunk over its whole state [7, `add`]; many chunks as lanes
+#                (chunk, row, head)  then everything inside a chunk [2-5, 7-11]
 #   angle        (row, chunk)        angles and dt, summed over heads [12, 13]
 #   norm         tokens              B and C norms [14]
 # The chains of steps 4, 5 and 7 belong to the profile of mode identical. The other modes take matrix products instead:
@@ -53,8 +53,11 @@ cdef struct BackwardJob:
     float* dtheta_total          # (items, 32)
     float* scratch
     Py_ssize_t scratch_size
+    float* sums_scratch
     bint exact_order             # the profile's orders
     Py_ssize_t counter
+    Py_ssize_t sums_counter
+    Py_ssize_t sums_done
 
 
 cdef inline Py_ssize_t real_tokens(Shape* shape, Py_ssize_t chunk) noexcept nogil:
@@ -93,22 +96,22 @@ cdef void gate_backward(BackwardJob* job, Py_ssize_t row, Py_ssize_t head, Py_ss
     memset(dy + real * HEAD, 0, (CHUNK - real) * HEAD * sizeof(float))
 
 
-cdef void decayed_queries(const float* C, const float* C_bias, const float* cosine, const float* sine, const float* by,
-                          float* out) noexcept nogil:
-    """Rotated queries (128, 64), every token times ``by``."""
+cdef void rotated_rows(const float* x, const float* bias, const float* cosine, const float* sine, const float* by,
+                       Py_ssize_t first, Py_ssize_t count, float* out, Py_ssize_t out_row) noexcept nogil:
+    """Biased and rotated queries or keys (128, ``count``), every token times ``by``, of tokens from ``first`` on."""
     cdef Py_ssize_t n, t = 0
-    cdef vf q0, q1, c, s, factor
-    while t < CHUNK:
-        factor = vload(by + t)
+    cdef vf x0, x1, c, s, factor
+    while t < count:
+        factor = vload(by + first + t)
         for n in range(ANGLES):
-            q0 = vadd(vload(C + 2 * n * CHUNK + t), vset(C_bias[2 * n]))
-            q1 = vadd(vload(C + (2 * n + 1) * CHUNK + t), vset(C_bias[2 * n + 1]))
-            c = vload(cosine + n * CHUNK + t)
-            s = vload(sine + n * CHUNK + t)
-            vstore(out + 2 * n * CHUNK + t, vmul(vsub(vmul(q0, c), vmul(q1, s)), factor))
-            vstore(out + (2 * n + 1) * CHUNK + t, vmul(vadd(vmul(q0, s), vmul(q1, c)), factor))
+            x0 = vadd(vload(x + 2 * n * CHUNK + first + t), vset(bias[2 * n]))
+            x1 = vadd(vload(x + (2 * n + 1) * CHUNK + first + t), vset(bias[2 * n + 1]))
+            c = vload(cosine + n * CHUNK + first + t)
+            s = vload(sine + n * CHUNK + first + t)
+            vstore(out + 2 * n * out_row + t, vmul(vsub(vmul(x0, c), vmul(x1, s)), factor))
+            vstore(out + (2 * n + 1) * out_row + t, vmul(vadd(vmul(x0, s), vmul(x1, c)), factor))
         for n in range(2 * ANGLES, STATE):
-            vstore(out + n * CHUNK + t, vmul(vadd(vload(C + n * CHUNK + t), vset(C_bias[n])), factor))
+            vstore(out + n * out_row + t, vmul(vadd(vload(x + n * CHUNK + first + t), vset(bias[n])), factor))
         t += vlanes
 
 
@@ -128,8 +131,8 @@ cdef void adjoint_chunk(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, con
     cdef float* total = scratch + 2 * TALL
     cdef vf decay, x
     running_decay(job.adt + line * shape.plane + chunk * CHUNK, real, total, total + CHUNK, total + 2 * CHUNK)
-    decayed_queries(job.C + (line // shape.heads * shape.chunks + chunk) * TALL, job.C_bias + head * STATE,
-                    job.cosine + item * (TALL // 4), job.sine + item * (TALL // 4), total + CHUNK, q)
+    rotated_rows(job.C + (line // shape.heads * shape.chunks + chunk) * TALL, job.C_bias + head * STATE,
+                 job.cosine + item * (TALL // 4), job.sine + item * (TALL // 4), total + CHUNK, 0, CHUNK, q, CHUNK)
     product_nn(q, dy, STATE, real, direct)
     decay = vset(sexp(total[CHUNK - 1]))
     while n < TALL:
@@ -157,13 +160,15 @@ cdef void adjoint_job(void* arg, int thread) noexcept nogil:
 
 # ---- the serial sums over a chunk's state --------------------------------------------------------------------------
 
-cdef inline void gather_lanes(const float** rows, Py_ssize_t lanes, Py_ssize_t at, float* out,
+cdef inline void gather_lanes(const float** rows, Py_ssize_t at, Py_ssize_t ahead, float* out,
                               Py_ssize_t out_row) noexcept nogil:
-    """vlanes values from ``at`` on of each of ``lanes`` arrays, turned: out[c * out_row + lane]."""
+    """vlanes values from ``at`` on of each of STATE_LANES arrays, turned: out[c * out_row + lane]. What stands
+    ``ahead`` of them is fetched: the processor does not follow so many arrays."""
     cdef vf block[vlanes]
     cdef Py_ssize_t lane = 0, r
-    while lane < lanes:
+    while lane < STATE_LANES:
         for r in range(vlanes):
+            prefetch(rows[lane + r] + at + ahead)
             block[r] = vload(rows[lane + r] + at)
         vtranspose(block)
         for r in range(vlanes):
@@ -172,103 +177,110 @@ cdef inline void gather_lanes(const float** rows, Py_ssize_t lanes, Py_ssize_t a
 
 
 cdef enum:
-    STATE_SUMS_SCRATCH = (4 * TALL + SQUARE + CHUNK) * STATE_LANES + 2 * TALL + 6 * CHUNK
+    STATE_BAND = STATE * STATE_LANES         # all state rows of a token or channel
+    STATE_SUMS_SCRATCH = (TALL + 2 * STATE_BLOCK + HEAD * vlanes + 2 * CHUNK) * STATE_LANES + 3 * CHUNK
 
 
 cdef void state_sums_group(BackwardJob* job, Py_ssize_t first, Py_ssize_t count, float* scratch) noexcept nogil:
     """The chains of STATE_LANES chunks side by side: sum over j, p, n of dh (v_j ks_j) to_end_j, then over p, n of
-    dh (h exp(total)), in that order. Lanes beyond ``count`` repeat the first chunk and are thrown away."""
+    dh (h exp(total)), in that order. Lanes beyond ``count`` repeat the first chunk and are thrown away.
+
+    Only dh is read again for every token and turned as a whole; the rest passes by in blocks of vlanes tokens or
+    channels, so that all stays in the second-level cache."""
     cdef Shape* shape = &job.shape
-    cdef Py_ssize_t per_line = shape.chunks - 1, lane, unit, item, line, chunk, head, panel, token, j, p, n
+    cdef Py_ssize_t per_line = shape.chunks - 1, lane, unit, item, line, chunk, head, j, p, n, at
     cdef const float* dh[STATE_LANES]
     cdef const float* h[STATE_LANES]
     cdef const float* ks[STATE_LANES]
     cdef const float* v[STATE_LANES]
     cdef float* dh_lanes = scratch                               # (p, n, lane)
-    cdef float* h_lanes = dh_lanes + TALL * STATE_LANES          # (p, n, lane)
-    cdef float* ks_lanes = h_lanes + TALL * STATE_LANES          # (j, n, lane)
-    cdef float* ks_chunks = ks_lanes + TALL * STATE_LANES        # (lane, n, j)
-    cdef float* v_lanes = ks_chunks + TALL * STATE_LANES         # (j, p, lane)
-    cdef float* end_lanes = v_lanes + SQUARE * STATE_LANES       # (j, lane)
-    cdef float* unused = end_lanes + CHUNK * STATE_LANES
-    cdef float* total = unused + 2 * TALL
+    cdef float* ks_chunks = dh_lanes + TALL * STATE_LANES        # (lane, n, j) of a block
+    cdef float* lanes = ks_chunks + STATE_BLOCK * STATE_LANES    # of a block: (j, n, lane) of ks or (p, n, lane) of h
+    cdef float* v_lanes = lanes + STATE_BLOCK * STATE_LANES      # (j, p, lane) of a block
+    cdef float* end_lanes = v_lanes + HEAD * vlanes * STATE_LANES    # (j, lane)
+    cdef float* scales = end_lanes + CHUNK * STATE_LANES         # (lane, j)
+    cdef float* total = scales + CHUNK * STATE_LANES
     cdef float* from_start = total + CHUNK
     cdef float* to_end = total + 2 * CHUNK
-    cdef float* gamma = total + 3 * CHUNK
-    cdef float* scale = total + 4 * CHUNK
-    cdef float* diagonal = total + 5 * CHUNK
     cdef float last[STATE_LANES]
     cdef float sums[STATE_LANES]
-    cdef bint vanish = False, skip = False
-    cdef vf acc0, acc1, end0, end1
-    cdef const float* x
-    cdef const float* k
+    cdef bint vanish = False, finite = False, skip = False
     memset(sums, 0, sizeof(sums))
     for lane in range(STATE_LANES):
         unit = first + (lane if lane < count else 0)
         line = unit // per_line
         chunk = unit % per_line
-        head = line % shape.heads
         item = line * shape.chunks + chunk
-        panel = (line // shape.heads * shape.chunks + chunk) * TALL
-        token = line // shape.heads * shape.length + chunk * CHUNK
         dh[lane] = job.dh + item * TALL
         h[lane] = job.h + item * TALL
-        ks[lane] = ks_chunks + lane * TALL
-        v[lane] = job.proj + token * shape.width + shape.inner + head * HEAD
-        running_decay(job.adt + line * shape.plane + chunk * CHUNK, CHUNK, total, from_start, to_end)
+        ks[lane] = ks_chunks + lane * STATE_BLOCK
+        v[lane] = (job.proj + (line // shape.heads * shape.length + chunk * CHUNK) * shape.width + shape.inner
+                   + line % shape.heads * HEAD)
         p = line * shape.plane + chunk * CHUNK
-        key_scales(job.dt + p, job.sig + p, gamma, scale)
-        rotate_chunk(job.B + panel, job.C + panel, job.B_bias + head * STATE, job.C_bias + head * STATE,
-                     job.cosine + item * (TALL // 4), job.sine + item * (TALL // 4), scale, 0, CHUNK, unused,
-                     unused + TALL, ks_chunks + lane * TALL, diagonal)
+        running_decay(job.adt + p, CHUNK, total, from_start, to_end)
         for j in range(CHUNK):
             end_lanes[j * STATE_LANES + lane] = to_end[j]
         vanish |= to_end[0] == 0.0       # they grow with j
         last[lane] = from_start[CHUNK - 1]
+        key_scales(job.dt + p, job.sig + p, total, scales + lane * CHUNK)
     p = 0
     while p < HEAD:
         for n in range(STATE):
-            gather_lanes(dh, STATE_LANES, n * HEAD + p, dh_lanes + (p * STATE + n) * STATE_LANES, STATE * STATE_LANES)
-            gather_lanes(h, STATE_LANES, n * HEAD + p, h_lanes + (p * STATE + n) * STATE_LANES, STATE * STATE_LANES)
-            gather_lanes(ks, STATE_LANES, n * CHUNK + p, ks_lanes + (p * STATE + n) * STATE_LANES, STATE * STATE_LANES)
-        for j in range(CHUNK):
-            gather_lanes(v, STATE_LANES, j * shape.width + p, v_lanes + (j * HEAD + p) * STATE_LANES, STATE_LANES)
+            gather_lanes(dh, n * HEAD + p, 2 * HEAD, dh_lanes + p * STATE_BAND + n * STATE_LANES, STATE_BAND)
         p += vlanes
     if vanish:
-        skip = (all_lanes_finite(dh_lanes, TALL * STATE_LANES)
-                and largest_magnitude(v_lanes, 0, 1, SQUARE * STATE_LANES)
-                * largest_magnitude(ks_lanes, 0, 1, TALL * STATE_LANES) <= LARGEST)
-    for j in range(CHUNK):
-        add_token(dh_lanes, ks_lanes + j * STATE * STATE_LANES, v_lanes + j * HEAD * STATE_LANES,
-                  end_lanes + j * STATE_LANES, skip, sums)
-    acc0 = vload(sums)
-    acc1 = vload(sums + vlanes)
-    end0 = vload(last)
-    end1 = vload(last + vlanes)
-    x = dh_lanes
-    k = h_lanes
-    for n in range(TALL):
-        acc0 = vfma(vload(x), vmul(vload(k), end0), acc0)
-        acc1 = vfma(vload(x + vlanes), vmul(vload(k + vlanes), end1), acc1)
-        x += STATE_LANES
-        k += STATE_LANES
-    vstore(last, acc0)
-    vstore(last + vlanes, acc1)
+        finite = all_lanes_finite(dh_lanes, TALL * STATE_LANES)
+    at = 0
+    while at < CHUNK:
+        for lane in range(STATE_LANES):
+            unit = first + (lane if lane < count else 0)
+            line = unit // per_line
+            chunk = unit % per_line
+            head = line % shape.heads
+            item = line * shape.chunks + chunk
+            rotated_rows(job.B + (line // shape.heads * shape.chunks + chunk) * TALL, job.B_bias + head * STATE,
+                         job.cosine + item * (TALL // 4), job.sine + item * (TALL // 4), scales + lane * CHUNK, at,
+                         vlanes, ks_chunks + lane * STATE_BLOCK, vlanes)
+        for n in range(STATE):
+            gather_lanes(ks, n * vlanes, vlanes, lanes + n * STATE_LANES, STATE_BAND)
+        for j in range(vlanes):
+            p = 0
+            while p < HEAD:
+                gather_lanes(v, (at + j) * shape.width + p, shape.width, v_lanes + (j * HEAD + p) * STATE_LANES,
+                             STATE_LANES)
+                p += vlanes
+        if finite:
+            skip = (largest_magnitude(v_lanes, 0, 1, HEAD * vlanes * STATE_LANES)
+                    * largest_magnitude(lanes, 0, 1, STATE_BLOCK * STATE_LANES) <= LARGEST)
+        for j in range(vlanes):
+            add_token(dh_lanes, lanes + j * STATE_BAND, v_lanes + j * HEAD * STATE_LANES,
+                      end_lanes + (at + j) * STATE_LANES, skip, sums)
+        at += vlanes
+    p = 0
+    while p < HEAD:
+        for n in range(STATE):
+            gather_lanes(h, n * HEAD + p, 2 * HEAD, lanes + n * STATE_LANES, STATE_BAND)
+        add_states(dh_lanes + p * STATE_BAND, lanes, last, sums)
+        p += vlanes
     for lane in range(count):
         unit = first + lane
-        job.state_sum[unit // per_line * shape.chunks + unit % per_line] = last[lane]
+        job.state_sum[unit // per_line * shape.chunks + unit % per_line] = sums[lane]
+
+
+cdef Py_ssize_t state_sums_groups(Py_ssize_t lines, Py_ssize_t chunks) noexcept nogil:
+    return (lines * (chunks - 1) + STATE_LANES - 1) // STATE_LANES
 
 
 cdef void state_sums_job(void* arg, int thread) noexcept nogil:
     cdef BackwardJob* job = <BackwardJob*> arg
     cdef Py_ssize_t first, total = job.shape.batch * job.shape.heads * (job.shape.chunks - 1)
     while True:
-        first = next_unit_in_turn(&job.counter) * STATE_LANES
+        first = next_unit_in_turn(&job.sums_counter) * STATE_LANES
         if first >= total:
             return
         state_sums_group(job, first, total - first if total - first < STATE_LANES else STATE_LANES,
-                         job.scratch + thread * job.scratch_size)
+                         job.sums_scratch + thread * STATE_SUMS_SCRATCH)
+        unit_done(&job.sums_done)
 
 
 # ---- one chunk of one head -----------------------------------------------------------------------------------------
@@ -343,18 +355,21 @@ cdef void query_row(ChunkScratch* s, Size size, bint strip, const float* floor, 
     cdef int status = -1
     cdef float spare[STATE]
     find_tiny(decay, floor, 1.0, strip, &first, &last, &low, &high)
+    if size == PLAIN:
+        if high > first:
+            scale_rows(s.ks_rows, decay, first, last, s.decayed)
+            scale_up_rows(s.decayed, high - first)
+            if query_chain_guarded(s.decayed, high - first, last - first, s.v_turned + first, dy + i * HEAD, out):
+                return
+        query_chain_decayed(s.ks_rows + first * STATE, decay + first, s.decayed, last - first, s.v_turned + first,
+                            dy + i * HEAD, out)
+        return
     scale_rows(s.ks_rows, decay, first, last, s.decayed)
-    if size == PLAIN and high > first:
-        scale_up_rows(s.decayed, high - first)
-        if query_chain_guarded(s.decayed, high - first, last - first, s.v_turned + first, dy + i * HEAD, out):
-            return
-        scale_rows(s.ks_rows, decay, first, last, s.decayed)
-    if size != PLAIN:
-        fp_fast()
+    fp_fast()
     if size == FAINT and s.care:
         scale_chain_rows(s.decayed, last - first)
-        status = query_chain_scaled(s.decayed, low - first, high - first, last - first, s.v_turned + first, dy + i * HEAD,
-                                    out)
+        status = query_chain_scaled(s.decayed, low - first, high - first, last - first, s.v_turned + first,
+                                    dy + i * HEAD, out)
         if status == 0:
             fp_exact()
             return
@@ -367,8 +382,8 @@ cdef void query_row(ChunkScratch* s, Size size, bint strip, const float* floor, 
         if MOJO_ISA == 2 and all_lanes_finite(out, STATE):
             fp_fast()
             scale_chain_rows(s.decayed, last - first)
-            status = query_chain_scaled(s.decayed, low - first, high - first, last - first, s.v_turned + first, dy + i * HEAD,
-                                        spare)
+            status = query_chain_scaled(s.decayed, low - first, high - first, last - first, s.v_turned + first,
+                                        dy + i * HEAD, spare)
             fp_exact()
             if status >= 0:      # then the plain chain is right
                 return
@@ -388,18 +403,21 @@ cdef void key_row(ChunkScratch* s, Size size, bint strip, const float* floor, fl
     cdef int status = -1
     cdef float spare[STATE]
     find_tiny(decay, floor, least, strip, &first, &last, &low, &high)
+    if size == PLAIN:
+        if high > low:
+            scale_rows(s.q_rows, decay, first, last, s.decayed)
+            scale_up_rows(s.decayed + (low - first) * STATE, last - low)
+            if key_chain_guarded(s.decayed, low - first, last - first, s.dy_turned + first, s.v + j * HEAD, out):
+                return
+        key_chain_decayed(s.q_rows + first * STATE, decay + first, s.decayed, last - first, s.dy_turned + first,
+                          s.v + j * HEAD, out)
+        return
     scale_rows(s.q_rows, decay, first, last, s.decayed)
-    if size == PLAIN and high > low:
-        scale_up_rows(s.decayed + (low - first) * STATE, last - low)
-        if key_chain_guarded(s.decayed, low - first, last - first, s.dy_turned + first, s.v + j * HEAD, out):
-            return
-        scale_rows(s.q_rows, decay, first, last, s.decayed)
-    if size != PLAIN:
-        fp_fast()
+    fp_fast()
     if size == FAINT and s.care:
         scale_chain_rows(s.decayed, last - first)
-        status = key_chain_scaled(s.decayed, low - first, high - first, last - first, s.dy_turned + first, s.v + j * HEAD,
-                                  out)
+        status = key_chain_scaled(s.decayed, low - first, high - first, last - first, s.dy_turned + first,
+                                  s.v + j * HEAD, out)
         if status == 0:
             fp_exact()
             return
@@ -412,8 +430,8 @@ cdef void key_row(ChunkScratch* s, Size size, bint strip, const float* floor, fl
         if MOJO_ISA == 2 and all_lanes_finite(out, STATE):
             fp_fast()
             scale_chain_rows(s.decayed, last - first)
-            status = key_chain_scaled(s.decayed, low - first, high - first, last - first, s.dy_turned + first, s.v + j * HEAD,
-                                      spare)
+            status = key_chain_scaled(s.decayed, low - first, high - first, last - first, s.dy_turned + first,
+                                      s.v + j * HEAD, spare)
             fp_exact()
             if status >= 0:      # then the plain chain is right
                 return
@@ -581,6 +599,8 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, co
     if last:
         recall[real - 1] = sadd(recall[real - 1], 0.0)
     else:
+        if job.exact_order:
+            wait_until(&job.sums_done, state_sums_groups(shape.batch * shape.heads, shape.chunks))
         recall[real - 1] = sadd(recall[real - 1], job.state_sum[item] if job.exact_order
                                 else state_product(dh, job.h + (item + 1) * TALL))
 
@@ -675,16 +695,20 @@ cdef void chunk_backward(BackwardJob* job, Py_ssize_t line, Py_ssize_t chunk, co
 
 
 cdef void chunk_job(void* arg, int thread) noexcept nogil:
+    """The serial sums, then the chunks, last ones first: they need no sum that another thread may be busy with."""
     cdef BackwardJob* job = <BackwardJob*> arg
+    cdef Py_ssize_t unit, line, chunk, item, lines = job.shape.batch * job.shape.heads
     cdef ChunkScratch s
-    cdef Py_ssize_t item
+    state_sums_job(arg, thread)
     chunk_scratch(job.scratch + thread * job.scratch_size, &s)
     while True:
-        item = next_unit_in_turn(&job.counter)
-        if item >= job.shape.batch * job.shape.heads * job.shape.chunks:
+        unit = next_unit_in_turn(&job.counter)
+        if unit >= lines * job.shape.chunks:
             return
-        chunk_backward(job, item // job.shape.chunks, item % job.shape.chunks, job.dy + item * SQUARE,
-                       job.dh + item * TALL, &s)
+        line = unit % lines
+        chunk = job.shape.chunks - 1 - unit // lines
+        item = line * job.shape.chunks + chunk
+        chunk_backward(job, line, chunk, job.dy + item * SQUARE, job.dh + item * TALL, &s)
 
 
 cdef enum:

@@ -25,23 +25,53 @@ cdef void scale_rows(const float* x, const float* by, Py_ssize_t first, Py_ssize
         out += STATE
 
 
+cdef inline void query_terms(const float* rows, Py_ssize_t first, Py_ssize_t count, const float* v, const float* dy,
+                             vf* acc) noexcept nogil:
+    """Continue acc[c], a chain over p >= ``first``, then j < count, of dy[p] (rows[j, c] v[p, j])."""
+    cdef vf by, through
+    cdef Py_ssize_t p, j, c
+    cdef const float* x
+    for p in range(first, HEAD):
+        through = vset(dy[p])
+        x = rows
+        for j in range(count):
+            by = vset(v[p * CHUNK + j])
+            for c in range(CHAIN_VECTORS):
+                acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
+            x += STATE
+
+
 cdef void query_chain(const float* rows, Py_ssize_t count, const float* v, const float* dy, float* out) noexcept nogil:
     """out[n] = chain over p, then j < count, of dy[p] (rows[j, n] v[p, j])."""
     cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through
-    cdef Py_ssize_t n = 0, p, j, c
-    cdef const float* x
+    cdef Py_ssize_t n = 0, c
     while n < STATE:
         for c in range(CHAIN_VECTORS):
             acc[c] = vzero()
-        for p in range(HEAD):
-            through = vset(dy[p])
-            x = rows + n
-            for j in range(count):
-                by = vset(v[p * CHUNK + j])
-                for c in range(CHAIN_VECTORS):
-                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
-                x += STATE
+        query_terms(rows + n, 0, count, v, dy, acc)
+        for c in range(CHAIN_VECTORS):
+            vstore(out + n + c * vlanes, acc[c])
+        n += CHAIN_VECTORS * vlanes
+
+
+cdef void query_chain_decayed(const float* x, const float* decay, float* rows, Py_ssize_t count, const float* v,
+                              const float* dy, float* out) noexcept nogil:
+    """`query_chain` of rows[j] = x[j] decay[j], which are made on the way."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through, factor, row
+    cdef Py_ssize_t n = 0, j, c
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        through = vset(dy[0])
+        for j in range(count):
+            by = vset(v[j])
+            factor = vset(decay[j])
+            for c in range(CHAIN_VECTORS):
+                row = vmul(vload(x + j * STATE + n + c * vlanes), factor)
+                vstore(rows + j * STATE + n + c * vlanes, row)
+                acc[c] = vfma(through, vmul(row, by), acc[c])
+        query_terms(rows + n, 1, count, v, dy, acc)
         for c in range(CHAIN_VECTORS):
             vstore(out + n + c * vlanes, acc[c])
         n += CHAIN_VECTORS * vlanes
@@ -77,23 +107,53 @@ cdef bint query_chain_guarded(const float* rows, Py_ssize_t guarded, Py_ssize_t 
     return not vany(doubtful)
 
 
+cdef inline void key_terms(const float* rows, Py_ssize_t first, Py_ssize_t count, const float* dy, const float* v,
+                           vf* acc) noexcept nogil:
+    """Continue acc[c], a chain over p >= ``first``, then i < count, of dy[p, i] (rows[i, c] v[p])."""
+    cdef vf by, through
+    cdef Py_ssize_t p, i, c
+    cdef const float* x
+    for p in range(first, HEAD):
+        by = vset(v[p])
+        x = rows
+        for i in range(count):
+            through = vset(dy[p * CHUNK + i])
+            for c in range(CHAIN_VECTORS):
+                acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
+            x += STATE
+
+
 cdef void key_chain(const float* rows, Py_ssize_t count, const float* dy, const float* v, float* out) noexcept nogil:
     """out[n] = chain over p, then i < count, of dy[p, i] (rows[i, n] v[p])."""
     cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through
-    cdef Py_ssize_t n = 0, p, i, c
-    cdef const float* x
+    cdef Py_ssize_t n = 0, c
     while n < STATE:
         for c in range(CHAIN_VECTORS):
             acc[c] = vzero()
-        for p in range(HEAD):
-            by = vset(v[p])
-            x = rows + n
-            for i in range(count):
-                through = vset(dy[p * CHUNK + i])
-                for c in range(CHAIN_VECTORS):
-                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
-                x += STATE
+        key_terms(rows + n, 0, count, dy, v, acc)
+        for c in range(CHAIN_VECTORS):
+            vstore(out + n + c * vlanes, acc[c])
+        n += CHAIN_VECTORS * vlanes
+
+
+cdef void key_chain_decayed(const float* x, const float* decay, float* rows, Py_ssize_t count, const float* dy,
+                            const float* v, float* out) noexcept nogil:
+    """`key_chain` of rows[i] = x[i] decay[i], which are made on the way."""
+    cdef vf acc[CHAIN_VECTORS]
+    cdef vf by, through, factor, row
+    cdef Py_ssize_t n = 0, i, c
+    while n < STATE:
+        for c in range(CHAIN_VECTORS):
+            acc[c] = vzero()
+        by = vset(v[0])
+        for i in range(count):
+            through = vset(dy[i])
+            factor = vset(decay[i])
+            for c in range(CHAIN_VECTORS):
+                row = vmul(vload(x + i * STATE + n + c * vlanes), factor)
+                vstore(rows + i * STATE + n + c * vlanes, row)
+                acc[c] = vfma(through, vmul(row, by), acc[c])
+        key_terms(rows + n, 1, count, dy, v, acc)
         for c in range(CHAIN_VECTORS):
             vstore(out + n + c * vlanes, acc[c])
         n += CHAIN_VECTORS * vlanes
@@ -359,19 +419,25 @@ cdef void pair_chains(const float* scores, const float* dy, const float* v, Py_s
 
 cdef void decay_chains(const float* pairs, const float* decay, Py_ssize_t real, float* out) noexcept nogil:
     """out[s] = chain over i >= s, then j < s, of pairs[i, j] decay[i, j]: the profile's order, a lane for every s."""
-    cdef Py_ssize_t i, j, s
-    cdef vf x, by, total
-    memset(out, 0, CHUNK * sizeof(float))
+    cdef vf total[CHUNK_VECTORS]
+    cdef vi lane[CHUNK_VECTORS]
+    cdef vi upto[CHUNK_VECTORS]
+    cdef vf x, by
+    cdef Py_ssize_t i, j, c
+    for c in range(CHUNK_VECTORS):
+        total[c] = vzero()
+        lane[c] = viadd(vilanes(), viset(<int32_t> (c * vlanes)))
     for i in range(1, real):
+        for c in range(CHUNK_VECTORS):
+            upto[c] = vigt(viset(<int32_t> i + 1), lane[c])
         for j in range(i):
             x = vset(pairs[i * CHUNK + j])
             by = vset(decay[i * CHUNK + j])
-            s = j + 1 - (j + 1) % vlanes
-            while s <= i:
-                total = vload(out + s)
-                vstore(out + s, vselect(viand(lanes_below(i + 1 - s), vinot(lanes_below(j + 1 - s))),
-                                        vfma(x, by, total), total))
-                s += vlanes
+            for c in range(CHUNK_VECTORS):
+                if (c + 1) * vlanes > j + 1 and c * vlanes <= i:
+                    total[c] = vselect(viand(upto[c], vigt(lane[c], viset(<int32_t> j))), vfma(x, by, total[c]), total[c])
+    for c in range(CHUNK_VECTORS):
+        vstore(out + c * vlanes, total[c])
 
 
 # ---- step 7, the sum over a chunk's state --------------------------------------------------------------------------
@@ -428,6 +494,19 @@ cdef void add_token(const float* dh, const float* ks, const float* v, const floa
     if vany(vior(vlt(end0, tiny), vlt(end1, tiny))) and add_token_guarded(dh, ks, v, end, sums):
         return
     add_token_chain(dh, ks, v, end, sums)
+
+
+cdef void add_states(const float* dh, const float* h, const float* end, float* sums) noexcept nogil:
+    """Add dh (h end) over vlanes channels, then n, to the sums of STATE_LANES chunks."""
+    cdef vf acc0 = vload(sums), acc1 = vload(sums + vlanes), end0 = vload(end), end1 = vload(end + vlanes)
+    cdef Py_ssize_t n
+    for n in range(vlanes * STATE):
+        acc0 = vfma(vload(dh), vmul(vload(h), end0), acc0)
+        acc1 = vfma(vload(dh + vlanes), vmul(vload(h + vlanes), end1), acc1)
+        dh += STATE_LANES
+        h += STATE_LANES
+    vstore(sums, acc0)
+    vstore(sums + vlanes, acc1)
 
 
 # ---- orders of the other modes -------------------------------------------------------------------------------------

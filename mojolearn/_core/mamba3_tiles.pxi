@@ -21,6 +21,7 @@ cdef extern from *:
     #define MIX_COLUMNS (2 * W)
     #define ANGLE_VECTORS (32 / W)
     #define STATE_VECTORS (128 / W)
+    #define CHUNK_VECTORS (64 / W)
     #define STATE_BLOCK (128 * W)
     #define STATE_LANES (2 * W)      /* chunks side by side in the serial sums over a state */
     #define CHAIN_VECTORS 8          /* chains in flight that hide the latency of a fused multiply-add */
@@ -30,6 +31,7 @@ cdef extern from *:
         MIX_COLUMNS
         ANGLE_VECTORS
         STATE_VECTORS
+        CHUNK_VECTORS
         STATE_BLOCK
         STATE_LANES
         CHAIN_VECTORS

@@ -267,7 +267,7 @@ class _BlockAdamW(AdamW):
         problem = None
         try:
             if max_norm is None:
-                self._check_finite(grads, "grads", threads)
+                self._check_finite({"grads": grads}, threads)
             self._check_state(threads)
         except NonFiniteError as error:
             problem = error

@@ -252,23 +252,25 @@ class _Optimizer:
         """All of a step that can fail: the total norm and the factor that clips it, None without `max_norm`."""
         total = coefficient = None
         if max_norm is None:
-            self._check_finite(grads, "grads", threads)
+            self._check_finite({"grads": grads}, threads)
         else:
             total, coefficient = measure_clip(grads, max_norm, threads)
         self._check_state(threads)
         return total, coefficient
 
     def _check_state(self, threads):
-        self._check_finite(self.params, "params", threads)
-        self._check_finite([self.exp_avg], "exp_avg", threads)
-        self._check_finite([self.exp_avg_sq], "exp_avg_sq", threads)
+        arrays = {"params": self.params, "exp_avg": [self.exp_avg], "exp_avg_sq": [self.exp_avg_sq]}
+        self._check_finite(arrays, threads)
 
     @staticmethod
-    def _check_finite(arrays, name, threads):
-        bad = layers.first_nonfinite(arrays, threads)
-        if bad >= 0:
-            which = name if len(arrays) == 1 else f"{name}[{bad}]"
-            raise NonFiniteError(f"{which} must be finite, got NaN or infinity in it")
+    def _check_finite(lists, threads):
+        """Refuse NaN and infinity in lists of arrays, by name, in one pass."""
+        bad = layers.first_nonfinite([array for arrays in lists.values() for array in arrays], threads)
+        for name, arrays in lists.items():
+            if 0 <= bad < len(arrays):
+                which = name if len(arrays) == 1 else f"{name}[{bad}]"
+                raise NonFiniteError(f"{which} must be finite, got NaN or infinity in it")
+            bad -= len(arrays)
 
     def _update(self, grads, t, lr, coefficient, threads):
         """Write parameters and moments of step `t`, and the gradients when they are scaled by `coefficient`."""
