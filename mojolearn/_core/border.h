@@ -31,7 +31,7 @@ MOJO_INLINE vf scaled_fma(vf a, vf b, vf c) {
 }
 /* positive if t is to be flushed; sets the flag if that is doubtful */
 MOJO_INLINE vf border_side(vf t) { return vfma(-t, t, vset(BORDER_SQUARE)); }
-/* t, or +0; infinities stay, and the NaNs that come from them */
+/* t, or +0; infinities stay, and with AVX-512 NaNs */
 MOJO_INLINE vf scaled_flush(vf t) {
     vf side = border_side(t);
 #if MOJO_ISA == 3
@@ -51,6 +51,7 @@ MOJO_INLINE vf scaled_result(vf t) {
 #define SCALED_CHAINS 0
 /* never run */
 #define SCALE_UP 1.0f
+#define SCALED_MOST 0.0f
 MOJO_INLINE vf scaled_fma(vf a, vf b, vf c) { return vfma(a, b, c); }
 MOJO_INLINE vf scaled_flush(vf t) { return t; }
 MOJO_INLINE vf scaled_result(vf t) { return t; }

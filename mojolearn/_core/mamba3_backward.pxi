@@ -308,7 +308,8 @@ cdef struct ChunkScratch:
     float* pairs_turned
     float* dtheta                # [r][i]
     float* at                    # columns of 64 scalars
-    bint care                    # a chain of step 4 has underflowed
+    bint scalable                # the chains of step 4 can be walked in the scaled domain,
+    bint care                    # and one has underflowed
 
 
 cdef enum:
@@ -353,7 +354,6 @@ cdef void query_row(ChunkScratch* s, Size size, bint strip, const float* floor, 
     cdef const float* decay = s.decay + i * CHUNK
     cdef Py_ssize_t first = 0, last = i, low = 0, high = 0
     cdef int status = -1
-    cdef float spare[STATE]
     find_tiny(decay, floor, 1.0, strip, &first, &last, &low, &high)
     if size == PLAIN:
         if high > first:
@@ -378,17 +378,7 @@ cdef void query_row(ChunkScratch* s, Size size, bint strip, const float* floor, 
         fp_fast()
     query_chain(s.decayed, last - first, s.v_turned + first, dy + i * HEAD, out)
     if size == FAINT and status < 0 and fp_underflowed():
-        s.care = MOJO_ISA == 3
-        if MOJO_ISA == 2 and all_lanes_finite(out, STATE):
-            fp_fast()
-            scale_chain_rows(s.decayed, last - first)
-            status = query_chain_scaled(s.decayed, low - first, high - first, last - first, s.v_turned + first,
-                                        dy + i * HEAD, spare)
-            fp_exact()
-            if status >= 0:      # then the plain chain is right
-                return
-            scale_rows(s.ks_rows, decay, first, last, s.decayed)
-            fp_fast()
+        s.care = s.scalable
         if query_chain_doubtful(s.decayed, last - first, s.v_turned + first, dy + i * HEAD):
             fp_exact()
             query_chain(s.decayed, last - first, s.v_turned + first, dy + i * HEAD, out)
@@ -401,7 +391,6 @@ cdef void key_row(ChunkScratch* s, Size size, bint strip, const float* floor, fl
     cdef const float* decay = s.pairs_turned + j * CHUNK
     cdef Py_ssize_t first = j + 1, last = real, low = 0, high = 0
     cdef int status = -1
-    cdef float spare[STATE]
     find_tiny(decay, floor, least, strip, &first, &last, &low, &high)
     if size == PLAIN:
         if high > low:
@@ -426,17 +415,7 @@ cdef void key_row(ChunkScratch* s, Size size, bint strip, const float* floor, fl
         fp_fast()
     key_chain(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD, out)
     if size == FAINT and status < 0 and fp_underflowed():
-        s.care = MOJO_ISA == 3
-        if MOJO_ISA == 2 and all_lanes_finite(out, STATE):
-            fp_fast()
-            scale_chain_rows(s.decayed, last - first)
-            status = key_chain_scaled(s.decayed, low - first, high - first, last - first, s.dy_turned + first,
-                                      s.v + j * HEAD, spare)
-            fp_exact()
-            if status >= 0:      # then the plain chain is right
-                return
-            scale_rows(s.q_rows, decay, first, last, s.decayed)
-            fp_fast()
+        s.care = s.scalable
         if key_chain_doubtful(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD):
             fp_exact()
             key_chain(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD, out)
@@ -450,15 +429,18 @@ cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, 
     cdef float v_least[CHUNK]
     cdef Py_ssize_t i = 0
     cdef double k_size = largest_magnitude(s.ks, 0, 1, TALL), q_size = largest_magnitude(s.qrot, 0, 1, TALL)
-    cdef double most = largest_magnitude(dy, 0, 1, SQUARE) * largest_magnitude(s.v, 0, 1, SQUARE)
-    most *= max(k_size, q_size, 128 * k_size * q_size)
+    cdef double v_size = largest_magnitude(s.v, 0, 1, SQUARE)
+    cdef double most = largest_magnitude(dy, 0, 1, SQUARE) * v_size * max(k_size, q_size, 128 * k_size * q_size)
     cdef Size size = PLAIN
-    s.care = False
+    s.scalable = s.care = False
     cdef bint strip = isfinite(most)     # a decay of zero makes zeros of what is finite, and NaN of the rest
     if most < SMALLEST / 2:
         size = VANISHING
     elif most < SMALLEST * FAINT_RANGE:
         size = FAINT
+        # finite are the other operands, too, as their product is; their scaled products have to be
+        s.scalable = (MOJO_ISA >= 2 and max(k_size, q_size) * max(v_size, 1.0) < SCALED_MOST
+                      and all_lanes_finite(s.decay, SQUARE))
     smallest(s.v_turned, HEAD, v_least)
     smallest(s.ks, STATE, k_floor)
     smallest(s.qrot, STATE, q_floor)

@@ -9,8 +9,6 @@
 # in `commit_head` only, when the whole step has succeeded. After a failed step the carry is rebuilt.
 
 cdef extern from "state_chains.h" nogil:
-    enum:
-        CHUNK_VECTORS
     ctypedef struct state_token:
         const float* qrot
         const float* q

@@ -41,6 +41,7 @@ cdef extern from "chains.h" nogil:
                        float* c, Py_ssize_t c_row, Py_ssize_t steps)
 
 cdef extern from "border.h" nogil:
+    const double SCALED_MOST
     vf scaled_fma(vf a, vf b, vf c)
     vf scaled_flush(vf t)
     vf scaled_result(vf t)

@@ -12,16 +12,14 @@
 #define MOJOLEARN_STATE_CHAINS_H
 #include "simd.h"
 
-#define CHUNK_VECTORS (64 / W)
 #define STATE_ROWS 128
-#define STATE_AHEAD 64 /* rows are fetched before they are used, as long as memory may take */
 
 typedef struct {
     const float *qrot, *q, *k; /* (128,) */
     float *ks;                 /* (128, 64) */
     const float *h;            /* (128, 64) */
     const float *previous, *fresh;
-    const float *next_ks, *next_h; /* fetched in the end: those of the head that comes next */
+    const float *next_ks, *next_h; /* those of the head that comes next: fetched meanwhile */
     ptrdiff_t newest;
     vf scores[CHUNK_VECTORS], carried[CHUNK_VECTORS];
     float dot;
@@ -41,21 +39,17 @@ MOJO_INLINE void state_chains_body(const int own, const int states, const int wi
     const float *h = t->h + first * W;
     const ptrdiff_t lane = (t->newest - 1) % W;
     const vi old_lane = vieq(vilanes(), viset((int32_t)lane)), new_lane = vieq(vilanes(), viset((int32_t)lane + 1));
-    const float *ahead_ks = ks + STATE_AHEAD * 64, *ahead_h = h + STATE_AHEAD * 64;
+    const float *ahead_ks = t->next_ks + first * W, *ahead_h = t->next_h + first * W;
     for (int j = 0; j < own; j++) score[j] = vzero();
     for (int j = 0; j < states; j++) carry[j] = vzero();
 #pragma GCC unroll 1
     for (ptrdiff_t n = 0; n < STATE_ROWS; n++) {
-        if (n == STATE_ROWS - STATE_AHEAD) {
-            ahead_ks = t->next_ks + first * W;
-            ahead_h = t->next_h + first * W;
-        }
         vf x = vset(t->qrot[n]);
         if (with_dot) total = sfma(t->q[n], t->k[n], total);
 #pragma GCC unroll 8
         for (int j = 0; j < own; j++) {
             vf column = vload(ks + n * 64 + j * W);
-            if (j * W % 16 == 0) prefetch(ahead_ks + j * W);
+            if (j * W % 16 == 0) prefetch_far(ahead_ks + j * W);
             if (blend && j == own - 1) {
                 column = vselect(old_lane, vset(t->previous[n]), column);
                 vstore(ks + n * 64 + j * W, vselect(new_lane, vset(t->fresh[n]), column));
@@ -64,7 +58,7 @@ MOJO_INLINE void state_chains_body(const int own, const int states, const int wi
         }
 #pragma GCC unroll 8
         for (int j = 0; j < states; j++) {
-            if (j * W % 16 == 0) prefetch(ahead_h + j * W);
+            if (j * W % 16 == 0) prefetch_far(ahead_h + j * W);
             carry[j] = vfma(x, vload(h + n * 64 + j * W), carry[j]);
         }
         ahead_ks += 64;

@@ -170,7 +170,6 @@ MOJO_NOINLINE int scaled_tile_rows(ptrdiff_t rows, ptrdiff_t first, const float 
 }
 #else
 #define SCALED_ROWS TILE_ROWS
-#define SCALED_MOST 0.0f
 MOJO_INLINE int scaled_tile_rows(ptrdiff_t rows, ptrdiff_t first, const float *a, const float *b, const Leaf *leaf) {
     return 0;
 }
