@@ -348,78 +348,56 @@ cdef enum Size:
     PLAIN = 2            # only decays that run out make subnormal products: these are guarded
 
 
-cdef void query_row(ChunkScratch* s, Size size, bint strip, const float* floor, const float* dy, Py_ssize_t i,
-                    float* out) noexcept nogil:
-    """Step 4, dq16 of row i: the farthest tokens come first, and with them the decays that run out."""
-    cdef const float* decay = s.decay + i * CHUNK
-    cdef Py_ssize_t first = 0, last = i, low = 0, high = 0
+cdef inline void intra_row(bint keys, ChunkScratch* s, Size size, bint strip, const float* x, const float* decay,
+                           const float* floor, float least, Py_ssize_t first, Py_ssize_t last, const float* outer,
+                           const float* inner, float* out) noexcept nogil:
+    """Step 4, one row of dq16, or of dk16 with ``keys``: rows first..last of ``x`` by their decays, ``inner`` from column
+    ``first`` on. What `find_tiny` takes tells which products may be subnormal."""
+    cdef Py_ssize_t low = 0, high = 0
     cdef int status = -1
-    find_tiny(decay, floor, 1.0, strip, &first, &last, &low, &high)
+    find_tiny(decay, floor, least, strip, &first, &last, &low, &high)
+    low -= first
+    high -= first
+    inner += first
+    cdef Py_ssize_t count = last - first
     if size == PLAIN:
-        if high > first:
-            scale_rows(s.ks_rows, decay, first, last, s.decayed)
-            scale_up_rows(s.decayed, high - first)
-            if query_chain_guarded(s.decayed, high - first, last - first, s.v_turned + first, dy + i * HEAD, out):
+        if high > low:
+            scale_rows(x, decay, first, last, s.decayed)
+            scale_up_rows(s.decayed + low * STATE, high - low)
+            if serial_chain_guarded(keys, s.decayed, low, high, count, outer, inner, out):
                 return
-        query_chain_decayed(s.ks_rows + first * STATE, decay + first, s.decayed, last - first, s.v_turned + first,
-                            dy + i * HEAD, out)
+        serial_chain_decayed(keys, x + first * STATE, decay + first, s.decayed, count, outer, inner, out)
         return
-    scale_rows(s.ks_rows, decay, first, last, s.decayed)
+    scale_rows(x, decay, first, last, s.decayed)
     fp_fast()
     if size == FAINT and s.care:
-        scale_chain_rows(s.decayed, last - first)
-        status = query_chain_scaled(s.decayed, low - first, high - first, last - first, s.v_turned + first,
-                                    dy + i * HEAD, out)
-        if status == 0:
-            fp_exact()
-            return
+        scale_chain_rows(s.decayed, count)
+        status = serial_chain_scaled(keys, s.decayed, low, high, count, outer, inner, out)
         fp_exact()
-        scale_rows(s.ks_rows, decay, first, last, s.decayed)
+        if status == 0:
+            return
+        scale_rows(x, decay, first, last, s.decayed)
         fp_fast()
-    query_chain(s.decayed, last - first, s.v_turned + first, dy + i * HEAD, out)
+    serial_chain(keys, s.decayed, count, outer, inner, out)
     if size == FAINT and status < 0 and fp_underflowed():
         s.care = s.scalable
-        if query_chain_doubtful(s.decayed, last - first, s.v_turned + first, dy + i * HEAD):
+        if serial_chain_doubtful(keys, s.decayed, count, outer, inner):
             fp_exact()
-            query_chain(s.decayed, last - first, s.v_turned + first, dy + i * HEAD, out)
+            serial_chain(keys, s.decayed, count, outer, inner, out)
     fp_exact()
+
+
+cdef void query_row(ChunkScratch* s, Size size, bint strip, const float* floor, const float* dy, Py_ssize_t i,
+                    float* out) noexcept nogil:
+    """Step 4, dq16 of row i."""
+    intra_row(False, s, size, strip, s.ks_rows, s.decay + i * CHUNK, floor, 1.0, 0, i, dy + i * HEAD, s.v_turned, out)
 
 
 cdef void key_row(ChunkScratch* s, Size size, bint strip, const float* floor, float least, Py_ssize_t j,
                   Py_ssize_t real, float* out) noexcept nogil:
     """Step 4, dk16 of row j; ``least`` is the smallest nonzero size in v_j."""
-    cdef const float* decay = s.pairs_turned + j * CHUNK
-    cdef Py_ssize_t first = j + 1, last = real, low = 0, high = 0
-    cdef int status = -1
-    find_tiny(decay, floor, least, strip, &first, &last, &low, &high)
-    if size == PLAIN:
-        if high > low:
-            scale_rows(s.q_rows, decay, first, last, s.decayed)
-            scale_up_rows(s.decayed + (low - first) * STATE, last - low)
-            if key_chain_guarded(s.decayed, low - first, last - first, s.dy_turned + first, s.v + j * HEAD, out):
-                return
-        key_chain_decayed(s.q_rows + first * STATE, decay + first, s.decayed, last - first, s.dy_turned + first,
-                          s.v + j * HEAD, out)
-        return
-    scale_rows(s.q_rows, decay, first, last, s.decayed)
-    fp_fast()
-    if size == FAINT and s.care:
-        scale_chain_rows(s.decayed, last - first)
-        status = key_chain_scaled(s.decayed, low - first, high - first, last - first, s.dy_turned + first,
-                                  s.v + j * HEAD, out)
-        if status == 0:
-            fp_exact()
-            return
-        fp_exact()
-        scale_rows(s.q_rows, decay, first, last, s.decayed)
-        fp_fast()
-    key_chain(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD, out)
-    if size == FAINT and status < 0 and fp_underflowed():
-        s.care = s.scalable
-        if key_chain_doubtful(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD):
-            fp_exact()
-            key_chain(s.decayed, last - first, s.dy_turned + first, s.v + j * HEAD, out)
-    fp_exact()
+    intra_row(True, s, size, strip, s.q_rows, s.pairs_turned + j * CHUNK, floor, least, j + 1, real, s.v + j * HEAD,
+              s.dy_turned, out)
 
 
 cdef void intra_chunk_chains(const float* dy, Py_ssize_t real, ChunkScratch* s, float* dadt) noexcept nogil:

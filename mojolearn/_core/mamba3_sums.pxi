@@ -25,210 +25,120 @@ cdef void scale_rows(const float* x, const float* by, Py_ssize_t first, Py_ssize
         out += STATE
 
 
-cdef inline void query_terms(const float* rows, Py_ssize_t first, Py_ssize_t count, const float* v, const float* dy,
-                             vf* acc) noexcept nogil:
-    """Continue acc[c], a chain over p >= ``first``, then j < count, of dy[p] (rows[j, c] v[p, j])."""
-    cdef vf by, through
+# A chain of step 4 runs over 64 ``outer`` factors, one for a channel p, and inside over ``count`` tokens j, with factors
+# inner[p, j] and a row of 128 decayed keys or queries each. ``keys`` is constant where these functions are called, so that
+# one text makes both kinds:
+#
+#   dq16   outer = dy, inner = v    term = outer (rows inner)
+#   dk16   outer = v, inner = dy    term = inner (rows outer), ``keys``
+
+cdef inline void serial_terms(bint keys, const float* rows, Py_ssize_t first, Py_ssize_t count, const float* outer,
+                              const float* inner, vf* acc) noexcept nogil:
+    """Continue CHAIN_VECTORS sums with the terms of p >= ``first``."""
+    cdef vf x, y
     cdef Py_ssize_t p, j, c
-    cdef const float* x
+    cdef const float* row
     for p in range(first, HEAD):
-        through = vset(dy[p])
-        x = rows
+        x = vset(outer[p])
+        row = rows
         for j in range(count):
-            by = vset(v[p * CHUNK + j])
+            y = vset(inner[p * CHUNK + j])
             for c in range(CHAIN_VECTORS):
-                acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
-            x += STATE
+                acc[c] = vfma(y if keys else x, vmul(vload(row + c * vlanes), x if keys else y), acc[c])
+            row += STATE
 
 
-cdef void query_chain(const float* rows, Py_ssize_t count, const float* v, const float* dy, float* out) noexcept nogil:
-    """out[n] = chain over p, then j < count, of dy[p] (rows[j, n] v[p, j])."""
+cdef inline void serial_chain(bint keys, const float* rows, Py_ssize_t count, const float* outer, const float* inner,
+                              float* out) noexcept nogil:
+    """out[n] = the chain of all terms, 128 sums."""
     cdef vf acc[CHAIN_VECTORS]
     cdef Py_ssize_t n = 0, c
     while n < STATE:
         for c in range(CHAIN_VECTORS):
             acc[c] = vzero()
-        query_terms(rows + n, 0, count, v, dy, acc)
+        serial_terms(keys, rows + n, 0, count, outer, inner, acc)
         for c in range(CHAIN_VECTORS):
             vstore(out + n + c * vlanes, acc[c])
         n += CHAIN_VECTORS * vlanes
 
 
-cdef void query_chain_decayed(const float* x, const float* decay, float* rows, Py_ssize_t count, const float* v,
-                              const float* dy, float* out) noexcept nogil:
-    """`query_chain` of rows[j] = x[j] decay[j], which are made on the way."""
+cdef inline void serial_chain_decayed(bint keys, const float* x, const float* decay, float* rows, Py_ssize_t count,
+                                      const float* outer, const float* inner, float* out) noexcept nogil:
+    """`serial_chain` of rows[j] = x[j] decay[j], which are made on the way."""
     cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through, factor, row
+    cdef vf first = vset(outer[0]), y, factor, row
     cdef Py_ssize_t n = 0, j, c
     while n < STATE:
         for c in range(CHAIN_VECTORS):
             acc[c] = vzero()
-        through = vset(dy[0])
         for j in range(count):
-            by = vset(v[j])
+            y = vset(inner[j])
             factor = vset(decay[j])
             for c in range(CHAIN_VECTORS):
                 row = vmul(vload(x + j * STATE + n + c * vlanes), factor)
                 vstore(rows + j * STATE + n + c * vlanes, row)
-                acc[c] = vfma(through, vmul(row, by), acc[c])
-        query_terms(rows + n, 1, count, v, dy, acc)
+                acc[c] = vfma(y if keys else first, vmul(row, first if keys else y), acc[c])
+        serial_terms(keys, rows + n, 1, count, outer, inner, acc)
         for c in range(CHAIN_VECTORS):
             vstore(out + n + c * vlanes, acc[c])
         n += CHAIN_VECTORS * vlanes
 
 
-cdef bint query_chain_guarded(const float* rows, Py_ssize_t guarded, Py_ssize_t count, const float* v, const float* dy,
-                              float* out) noexcept nogil:
-    """As `query_chain`, the first ``guarded`` rows scaled up; False if a product is doubtful."""
+cdef inline bint serial_chain_guarded(bint keys, const float* rows, Py_ssize_t low, Py_ssize_t high, Py_ssize_t count,
+                                      const float* outer, const float* inner, float* out) noexcept nogil:
+    """As `serial_chain`, rows low..high scaled up; False if a product is doubtful."""
     cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through
+    cdef vf x, y
     cdef vi doubtful = viset(0)
     cdef Py_ssize_t n = 0, p, j, c
-    cdef const float* x
+    cdef const float* row
     while n < STATE:
         for c in range(CHAIN_VECTORS):
             acc[c] = vzero()
         for p in range(HEAD):
-            through = vset(dy[p])
-            x = rows + n
-            for j in range(guarded):
-                by = vset(v[p * CHUNK + j])
+            x = vset(outer[p])
+            row = rows + n
+            for j in range(low):
+                y = vset(inner[p * CHUNK + j])
                 for c in range(CHAIN_VECTORS):
-                    acc[c] = vfma(through, guarded_product(vload(x + c * vlanes), by, &doubtful), acc[c])
-                x += STATE
-            for j in range(guarded, count):
-                by = vset(v[p * CHUNK + j])
+                    acc[c] = vfma(y if keys else x, vmul(vload(row + c * vlanes), x if keys else y), acc[c])
+                row += STATE
+            for j in range(low, high):
+                y = vset(inner[p * CHUNK + j])
                 for c in range(CHAIN_VECTORS):
-                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
-                x += STATE
+                    acc[c] = vfma(y if keys else x,
+                                  guarded_product(vload(row + c * vlanes), x if keys else y, &doubtful), acc[c])
+                row += STATE
+            for j in range(high, count):
+                y = vset(inner[p * CHUNK + j])
+                for c in range(CHAIN_VECTORS):
+                    acc[c] = vfma(y if keys else x, vmul(vload(row + c * vlanes), x if keys else y), acc[c])
+                row += STATE
         for c in range(CHAIN_VECTORS):
             vstore(out + n + c * vlanes, acc[c])
         n += CHAIN_VECTORS * vlanes
     return not vany(doubtful)
 
 
-cdef inline void key_terms(const float* rows, Py_ssize_t first, Py_ssize_t count, const float* dy, const float* v,
-                           vf* acc) noexcept nogil:
-    """Continue acc[c], a chain over p >= ``first``, then i < count, of dy[p, i] (rows[i, c] v[p])."""
-    cdef vf by, through
-    cdef Py_ssize_t p, i, c
-    cdef const float* x
-    for p in range(first, HEAD):
-        by = vset(v[p])
-        x = rows
-        for i in range(count):
-            through = vset(dy[p * CHUNK + i])
-            for c in range(CHAIN_VECTORS):
-                acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
-            x += STATE
-
-
-cdef void key_chain(const float* rows, Py_ssize_t count, const float* dy, const float* v, float* out) noexcept nogil:
-    """out[n] = chain over p, then i < count, of dy[p, i] (rows[i, n] v[p])."""
+cdef inline bint serial_chain_doubtful(bint keys, const float* rows, Py_ssize_t count, const float* outer,
+                                       const float* inner) noexcept nogil:
+    """Whether a result of `serial_chain` is next to the border."""
     cdef vf acc[CHAIN_VECTORS]
-    cdef Py_ssize_t n = 0, c
-    while n < STATE:
-        for c in range(CHAIN_VECTORS):
-            acc[c] = vzero()
-        key_terms(rows + n, 0, count, dy, v, acc)
-        for c in range(CHAIN_VECTORS):
-            vstore(out + n + c * vlanes, acc[c])
-        n += CHAIN_VECTORS * vlanes
-
-
-cdef void key_chain_decayed(const float* x, const float* decay, float* rows, Py_ssize_t count, const float* dy,
-                            const float* v, float* out) noexcept nogil:
-    """`key_chain` of rows[i] = x[i] decay[i], which are made on the way."""
-    cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through, factor, row
-    cdef Py_ssize_t n = 0, i, c
-    while n < STATE:
-        for c in range(CHAIN_VECTORS):
-            acc[c] = vzero()
-        by = vset(v[0])
-        for i in range(count):
-            through = vset(dy[i])
-            factor = vset(decay[i])
-            for c in range(CHAIN_VECTORS):
-                row = vmul(vload(x + i * STATE + n + c * vlanes), factor)
-                vstore(rows + i * STATE + n + c * vlanes, row)
-                acc[c] = vfma(through, vmul(row, by), acc[c])
-        key_terms(rows + n, 1, count, dy, v, acc)
-        for c in range(CHAIN_VECTORS):
-            vstore(out + n + c * vlanes, acc[c])
-        n += CHAIN_VECTORS * vlanes
-
-
-cdef bint key_chain_guarded(const float* rows, Py_ssize_t plain, Py_ssize_t count, const float* dy, const float* v,
-                            float* out) noexcept nogil:
-    """As `key_chain`, the rows from ``plain`` on scaled up; False if a product is doubtful."""
-    cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through
-    cdef vi doubtful = viset(0)
-    cdef Py_ssize_t n = 0, p, i, c
-    cdef const float* x
-    while n < STATE:
-        for c in range(CHAIN_VECTORS):
-            acc[c] = vzero()
-        for p in range(HEAD):
-            by = vset(v[p])
-            x = rows + n
-            for i in range(plain):
-                through = vset(dy[p * CHUNK + i])
-                for c in range(CHAIN_VECTORS):
-                    acc[c] = vfma(through, vmul(vload(x + c * vlanes), by), acc[c])
-                x += STATE
-            for i in range(plain, count):
-                through = vset(dy[p * CHUNK + i])
-                for c in range(CHAIN_VECTORS):
-                    acc[c] = vfma(through, guarded_product(vload(x + c * vlanes), by, &doubtful), acc[c])
-                x += STATE
-        for c in range(CHAIN_VECTORS):
-            vstore(out + n + c * vlanes, acc[c])
-        n += CHAIN_VECTORS * vlanes
-    return not vany(doubtful)
-
-
-cdef bint query_chain_doubtful(const float* rows, Py_ssize_t count, const float* v, const float* dy) noexcept nogil:
-    """Whether a result of `query_chain` is next to the border."""
-    cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through
+    cdef vf x, y
     cdef vi doubtful = viset(0)
     cdef Py_ssize_t n = 0, p, j, c
-    cdef const float* x
+    cdef const float* row
     while n < STATE:
         for c in range(CHAIN_VECTORS):
             acc[c] = vzero()
         for p in range(HEAD):
-            through = vset(dy[p])
-            x = rows + n
+            x = vset(outer[p])
+            row = rows + n
             for j in range(count):
-                by = vset(v[p * CHUNK + j])
+                y = vset(inner[p * CHUNK + j])
                 for c in range(CHAIN_VECTORS):
-                    acc[c] = watched_step(through, vload(x + c * vlanes), by, acc[c], &doubtful)
-                x += STATE
-        n += CHAIN_VECTORS * vlanes
-    return vany(doubtful)
-
-
-cdef bint key_chain_doubtful(const float* rows, Py_ssize_t count, const float* dy, const float* v) noexcept nogil:
-    """Whether a result of `key_chain` is next to the border."""
-    cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through
-    cdef vi doubtful = viset(0)
-    cdef Py_ssize_t n = 0, p, i, c
-    cdef const float* x
-    while n < STATE:
-        for c in range(CHAIN_VECTORS):
-            acc[c] = vzero()
-        for p in range(HEAD):
-            by = vset(v[p])
-            x = rows + n
-            for i in range(count):
-                through = vset(dy[p * CHUNK + i])
-                for c in range(CHAIN_VECTORS):
-                    acc[c] = watched_step(through, vload(x + c * vlanes), by, acc[c], &doubtful)
-                x += STATE
+                    acc[c] = watched_step(y if keys else x, vload(row + c * vlanes), x if keys else y, acc[c], &doubtful)
+                row += STATE
         n += CHAIN_VECTORS * vlanes
     return vany(doubtful)
 
@@ -259,72 +169,35 @@ cdef inline vf scaled_step(vf through, vf x, vf by, vf acc, bint guarded) noexce
     return scaled_fma(through, product, scaled_flush(acc))
 
 
-cdef int query_chain_scaled(const float* rows, Py_ssize_t low, Py_ssize_t high, Py_ssize_t count, const float* v,
-                            const float* dy, float* out) noexcept nogil:
-    """As `query_chain` for rows in the scaled domain, products of low..high guarded; the result of `scaled_chains`."""
+cdef inline int serial_chain_scaled(bint keys, const float* rows, Py_ssize_t low, Py_ssize_t high, Py_ssize_t count,
+                                    const float* outer, const float* inner, float* out) noexcept nogil:
+    """As `serial_chain` for rows in the scaled domain, products of low..high guarded; the result of `scaled_chains`."""
     cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through
+    cdef vf x, y
     cdef Py_ssize_t n = 0, p, j, c
-    cdef const float* x
+    cdef const float* row
     cdef int found = 0, status
     while n < STATE:
         for c in range(CHAIN_VECTORS):
             acc[c] = vzero()
         for p in range(HEAD):
-            through = vset(dy[p])
-            x = rows + n
+            x = vset(outer[p])
+            row = rows + n
             for j in range(low):
-                by = vset(v[p * CHUNK + j])
+                y = vset(inner[p * CHUNK + j])
                 for c in range(CHAIN_VECTORS):
-                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], False)
-                x += STATE
+                    acc[c] = scaled_step(y if keys else x, vload(row + c * vlanes), x if keys else y, acc[c], False)
+                row += STATE
             for j in range(low, high):
-                by = vset(v[p * CHUNK + j])
+                y = vset(inner[p * CHUNK + j])
                 for c in range(CHAIN_VECTORS):
-                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], True)
-                x += STATE
+                    acc[c] = scaled_step(y if keys else x, vload(row + c * vlanes), x if keys else y, acc[c], True)
+                row += STATE
             for j in range(high, count):
-                by = vset(v[p * CHUNK + j])
+                y = vset(inner[p * CHUNK + j])
                 for c in range(CHAIN_VECTORS):
-                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], False)
-                x += STATE
-        status = scaled_chains(acc, out + n)
-        if status < 0:
-            return status
-        found |= status
-        n += CHAIN_VECTORS * vlanes
-    return found
-
-
-cdef int key_chain_scaled(const float* rows, Py_ssize_t low, Py_ssize_t high, Py_ssize_t count, const float* dy,
-                          const float* v, float* out) noexcept nogil:
-    """As `key_chain`, otherwise as `query_chain_scaled`."""
-    cdef vf acc[CHAIN_VECTORS]
-    cdef vf by, through
-    cdef Py_ssize_t n = 0, p, i, c
-    cdef const float* x
-    cdef int found = 0, status
-    while n < STATE:
-        for c in range(CHAIN_VECTORS):
-            acc[c] = vzero()
-        for p in range(HEAD):
-            by = vset(v[p])
-            x = rows + n
-            for i in range(low):
-                through = vset(dy[p * CHUNK + i])
-                for c in range(CHAIN_VECTORS):
-                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], False)
-                x += STATE
-            for i in range(low, high):
-                through = vset(dy[p * CHUNK + i])
-                for c in range(CHAIN_VECTORS):
-                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], True)
-                x += STATE
-            for i in range(high, count):
-                through = vset(dy[p * CHUNK + i])
-                for c in range(CHAIN_VECTORS):
-                    acc[c] = scaled_step(through, vload(x + c * vlanes), by, acc[c], False)
-                x += STATE
+                    acc[c] = scaled_step(y if keys else x, vload(row + c * vlanes), x if keys else y, acc[c], False)
+                row += STATE
         status = scaled_chains(acc, out + n)
         if status < 0:
             return status
