@@ -22,6 +22,7 @@ include "row_sums.pxi"
 
 cdef enum:
     BLOCK = 16384           # elements of one unit of element-wise work: 64 KiB, so that reads run ahead
+    READ_BLOCK = 65536      # of work that only reads, from four places at once
     LEAVES_PER_UNIT = 64
     SCRATCH = 65536         # floats of a thread's loss scratch, unless a single row needs more: half of a small L2
     WORDS = 256             # random words turned into values at a time
@@ -323,6 +324,19 @@ cdef float* write_pointer(array, Py_ssize_t* n) except NULL:
     return &view[0]
 
 
+cdef bint all_finite_in_streams(const float* x, Py_ssize_t n) noexcept nogil:
+    """`all_lanes_finite` of a block, read in four places at once, which memory likes better."""
+    cdef Py_ssize_t quarter = n // (4 * vlanes) * vlanes, i = 0, z
+    cdef vi seen = viset(0), magnitude = viset(0x7FFFFFFF)
+    while i < quarter:
+        for z in range(4):
+            if i % 16 == 0:
+                prefetch(x + z * quarter + i + 256)
+            seen = vimax(seen, viand(vasint(vload(x + z * quarter + i)), magnitude))
+        i += vlanes
+    return not vany(vigt(seen, viset(0x7F7FFFFF))) and all_lanes_finite(x + 4 * quarter, n - 4 * quarter)
+
+
 cdef void finite_job(void* arg, int tid) noexcept nogil:
     cdef PiecesJob* job = <PiecesJob*> arg
     cdef Py_ssize_t unit, first, s = 0
@@ -332,8 +346,9 @@ cdef void finite_job(void* arg, int tid) noexcept nogil:
             return
         while unit >= job.pieces[s + 1].first_unit:
             s += 1
-        first = (unit - job.pieces[s].first_unit) * BLOCK
-        if not all_lanes_finite(job.pieces[s].second + first, min(<Py_ssize_t> BLOCK, job.pieces[s].n - first)):
+        first = (unit - job.pieces[s].first_unit) * READ_BLOCK
+        if not all_finite_in_streams(job.pieces[s].second + first,
+                                     min(<Py_ssize_t> READ_BLOCK, job.pieces[s].n - first)):
             job.pieces[s].flag = True
 
 
@@ -346,7 +361,7 @@ def first_nonfinite(list arrays, int threads):
     try:
         for s in range(job.count):
             job.pieces[s].second = read_pointer(arrays[s], &job.pieces[s].n)
-            job.pieces[s + 1].first_unit = job.pieces[s].first_unit + (job.pieces[s].n + BLOCK - 1) // BLOCK
+            job.pieces[s + 1].first_unit = job.pieces[s].first_unit + ceil_div(job.pieces[s].n, READ_BLOCK)
         with nogil:
             parallel_run(finite_job, &job, threads)
         for s in range(job.count):
