@@ -19,19 +19,16 @@ import numpy as np
 
 from mojolearn import _core
 
+TOKENS = 1024
+# outputs and inputs of the small model's matrices; forward x W^T, and backward dy W and dy^T x
+MATRICES = [(2390, 512), (512, 1024), (512, 512), (1536, 512), (512, 1536), (8192, 512)]
 # form, m, n, k: out (m, n) is a sum of k terms
-SHAPES = [
-    ("nt", 1024, 1336, 256),
-    ("nt", 1024, 2390, 512),
-    ("nt", 1024, 4400, 1024),
-    ("nt", 2048, 2048, 2048),
-    ("nt", 1024, 256, 1336),
-    ("nt", 1024, 8192, 512),
-    ("nn", 1024, 512, 2390),
-    ("nn", 1024, 512, 8192),
-    ("tn", 2390, 512, 1024),
-    ("tn", 8192, 512, 1024),
-]
+SHAPES = [("nt", TOKENS, n, k) for n, k in MATRICES]
+SHAPES += [("nn", TOKENS, k, n) for n, k in MATRICES]
+SHAPES += [("tn", n, k, TOKENS) for n, k in MATRICES]
+SHAPES += [("nt", 2048, 2048, 2048)]
+# Seconds. Threads of the other side spin for a while after its turn; they have to be asleep when the next one is timed.
+WARM_UP, TURN = 0.006, 0.01
 # scales of the operands, and what they make of the products
 UNDERFLOW = {
     "normal": (1.0, 1.0),
@@ -72,15 +69,19 @@ def operands(form: str, m: int, n: int, k: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def medians(sides: list[Callable[[], object]], seconds: float) -> list[float]:
-    """Median time of each, taken in turns."""
+    """Median time of each, taken in turns of several calls."""
     times: list[list[float]] = [[] for _ in sides]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 3:
         for side, found in zip(sides, times, strict=True):
-            side()
+            begin, calls = time.perf_counter(), 0
+            while time.perf_counter() - begin < WARM_UP:
+                side()
             start = time.perf_counter()
-            side()
-            found.append(time.perf_counter() - start)
+            while time.perf_counter() - start < TURN:
+                side()
+                calls += 1
+            found.append((time.perf_counter() - start) / calls)
     return [float(np.median(found)) for found in times]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mojolearn._arrays import as_flag, as_ids, as_index, as_ragged_ids, describe
-from mojolearn._context import Context, WorkspacePool
+from mojolearn._context import Context, WorkspacePool, aligned_empty
 from mojolearn._core import layers as kernels
 from mojolearn._core import linalg
 from mojolearn._core._pool import FloatEnvironment
@@ -360,7 +360,7 @@ class SambaModel:
             x, advances = self._run_blocks(ctx, ids, state)
             if last_only:
                 x = np.ascontiguousarray(x[:, -1:])
-            logits = np.empty((ids.shape[0], x.shape[1], self.config.vocab), np.float32)
+            logits = aligned_empty((ids.shape[0], x.shape[1], self.config.vocab))
             self._head_forward(ctx, _tokens(x), logits.reshape(-1, self.config.vocab))
             self._commit(state, ids.shape[1], advances)
         return logits[:, 0] if last_only else logits
@@ -614,7 +614,7 @@ class SambaModel:
     def _forward_segments(self, ctx, ids, last_only, tokens):
         batch, length = ids.shape
         size = max(_CHUNK, tokens // batch // _CHUNK * _CHUNK)
-        logits = np.empty((batch, 1 if last_only else length, self.config.vocab), np.float32)
+        logits = aligned_empty((batch, 1 if last_only else length, self.config.vocab))
         state = self.allocate_state(batch, length)
         for first in range(0, length, size):
             last = min(first + size, length)
@@ -645,7 +645,7 @@ class SambaModel:
                 row, position = np.nonzero(~padding)
                 at = (rows[row], position)
                 x = x[row, position]
-            out = np.empty((len(x), vocab), np.float32)
+            out = aligned_empty((len(x), vocab))
             self._head_forward(ctx, x, out)
             logits[at] = out
             ctx.workspace.release(mark)

@@ -31,7 +31,7 @@ cdef extern from "tile.h" nogil:
         Py_ssize_t merges
         float* out
         Py_ssize_t out_stride
-    void tile_run(Py_ssize_t rows, const float* a, const float* b, const Leaf* leaf)
+    void tile_run(bint streamed, Py_ssize_t rows, const float* a, const float* b, const Leaf* leaf)
     enum:
         SCALED_ROWS
     const double SCALED_MOST
@@ -54,6 +54,8 @@ cdef enum:
     # Panels begin 64 bytes further than their length says: rows of equal panels at a distance of a multiple of 4096
     # bytes would fall on the same cache sets, and the packing writes up to a vector beyond a panel.
     PANEL_PAD = 16
+    # Products of private rows that are larger than this, weight gradients, are written past the caches.
+    STREAMED_BYTES = 5 << 19
 
 # A part of the private operand takes five eighths of the second-level cache.
 cdef Py_ssize_t private_bytes = max(second_level_bytes() // 8 * 5, <Py_ssize_t> (300 << 10))
@@ -155,7 +157,7 @@ cdef struct Product:
     float* out
     Py_ssize_t out_stride
     Py_ssize_t m, n, steps, leaf
-    bint seeded, checked
+    bint seeded, checked, streamed
     Py_ssize_t block_steps, blocks     # of the sum
     # Rows are dealt out evenly: `long_panels` panels of short_rows + 1 rows come first, the others have short_rows.
     Py_ssize_t row_panels, short_rows, long_panels
@@ -274,7 +276,7 @@ cdef void careful_tile(Py_ssize_t rows, const float* a, const float* b, const Le
         scaled = scaled and from_bits(largest(leaf.seed, TILE_COLUMNS, TILE_COLUMNS, rows, by_lane)) < SCALED_MOST
     elif all_rows * watch.columns < VANISHING:
         if not done:
-            tile_run(rows, a, b, leaf)
+            tile_run(False, rows, a, b, leaf)
         return
     while r < rows:
         fp_fast()
@@ -287,11 +289,11 @@ cdef void careful_tile(Py_ssize_t rows, const float* a, const float* b, const Le
 
 
 cdef inline void compute_tile(const Product* job, Py_ssize_t rows, const float* a, const float* b, Leaf* leaf,
-                              Watch* watch) noexcept nogil:
+                              bint streamed, Watch* watch) noexcept nogil:
     """One leaf of one tile. Where the last one saw underflow, this one is done carefully at once."""
     cdef bint done = not watch.underflow
     if done:
-        tile_run(rows, a, b, leaf)
+        tile_run(streamed, rows, a, b, leaf)
         if not job.checked or not fp_underflowed():
             return
     careful_tile(rows, a, b, leaf, done, watch)
@@ -314,7 +316,7 @@ cdef void compute_edge_tile(const Product* job, Py_ssize_t rows, const float* a,
     cdef Py_ssize_t stride = leaf.out_stride
     leaf.out = out
     leaf.out_stride = TILE_COLUMNS
-    compute_tile(job, rows, a, b, leaf, watch)
+    compute_tile(job, rows, a, b, leaf, False, watch)
     for r in range(rows):
         memcpy(target + r * stride, out + r * TILE_COLUMNS, 4 * columns)
 
@@ -375,7 +377,7 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
             if not ends:
                 leaf.out = waiting[merges][i - first]
                 leaf.out_stride = TILE_COLUMNS
-                compute_tile(job, rows, a_leaf, b_leaf, &leaf, &watch)
+                compute_tile(job, rows, a_leaf, b_leaf, &leaf, False, &watch)
                 continue
             partial = block.partial + (row - block.row0) * block.stride + column - block.column0
             for r in range(block.merges):
@@ -385,14 +387,14 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
             if not block.last:
                 leaf.out = partial + block.merges * block.level_floats
                 leaf.out_stride = block.stride
-                compute_tile(job, rows, a_leaf, b_leaf, &leaf, &watch)
+                compute_tile(job, rows, a_leaf, b_leaf, &leaf, False, &watch)
                 continue
             leaf.out = job.out + row * job.out_stride + column
             leaf.out_stride = job.out_stride
             if columns < TILE_COLUMNS or job.seeded:
                 compute_edge_tile(job, rows, a_leaf, b_leaf, columns, &leaf, &watch)
             else:
-                compute_tile(job, rows, a_leaf, b_leaf, &leaf, &watch)
+                compute_tile(job, rows, a_leaf, b_leaf, &leaf, job.streamed, &watch)
 
 
 cdef void pack_shared(Product* job) noexcept nogil:
@@ -568,6 +570,8 @@ cdef int multiply(Product* whole, int threads) except -1:
     # low-bit panels are widened part by part: the whole matrix would be as large as the unpacked one
     whole.rows_private = whole.m > whole.n and not low_bit
     whole.columns_ready = whole.b.layout == BY_PANELS and not low_bit
+    whole.streamed = (whole.rows_private and (<Py_ssize_t> whole.out) % 64 == 0 and whole.out_stride % LINE == 0
+                      and 4 * whole.m * whole.n >= STREAMED_BYTES)
     extent = whole.n if whole.rows_private else whole.m
     slice_extent = max(SHARED_BYTES // (4 * whole.steps) // PANEL * PANEL, <Py_ssize_t> PANEL)
     if whole.rows_private and whole.columns_ready:

@@ -255,11 +255,14 @@ MOJO_INLINE int tile_sums_double(const int rows, const float *a, const float *b,
 }
 #endif
 
-MOJO_INLINE void tile_body(const int rows, const float *a, const float *b, const Leaf *leaf) {
+/* `streamed`: out is aligned and written past the caches. */
+MOJO_INLINE void tile_body(const int rows, const int streamed, const float *a, const float *b, const Leaf *leaf) {
     vf acc[TILE_ROWS][TILE_VECTORS];
     float *out = leaf->out;
     ptrdiff_t out_stride = leaf->out_stride;
-    FOR_TILE(rows, r, q) __builtin_prefetch(out + r * out_stride + q * W, 1);
+    if (!streamed) {
+        FOR_TILE(rows, r, q) __builtin_prefetch(out + r * out_stride + q * W, 1);
+    }
 #if MOJO_ISA == 1
     if (tile_sums_double(rows, a, b, leaf, acc))
 #endif
@@ -270,12 +273,20 @@ MOJO_INLINE void tile_body(const int rows, const float *a, const float *b, const
         ptrdiff_t stride = leaf->older[i].stride;
         FOR_TILE(rows, r, q) acc[r][q] = vadd(vload(older + r * stride + q * W), acc[r][q]);
     }
-    FOR_TILE(rows, r, q) vstore(out + r * out_stride + q * W, acc[r][q]);
+    FOR_TILE(rows, r, q) {
+        if (streamed) vstream(out + r * out_stride + q * W, acc[r][q]);
+        else vstore(out + r * out_stride + q * W, acc[r][q]);
+    }
 }
 
 typedef void (*TileKernel)(const float *, const float *, const Leaf *);
 #define MOJO_TILE(rows) \
-    MOJO_NOINLINE void tile_##rows(const float *a, const float *b, const Leaf *leaf) { tile_body(rows, a, b, leaf); }
+    MOJO_NOINLINE void tile_##rows(const float *a, const float *b, const Leaf *leaf) { \
+        tile_body(rows, 0, a, b, leaf);                                                 \
+    }                                                                                   \
+    MOJO_NOINLINE void stream_##rows(const float *a, const float *b, const Leaf *leaf) { \
+        tile_body(rows, 1, a, b, leaf);                                                 \
+    }
 MOJO_TILE(1)
 MOJO_TILE(2)
 #if TILE_ROWS > 2
@@ -296,21 +307,20 @@ MOJO_TILE(12)
 MOJO_TILE(13)
 MOJO_TILE(14)
 #endif
-static const TileKernel tile_kernels[TILE_ROWS + 1] = {
-    NULL, tile_1, tile_2,
-#if TILE_ROWS > 2
-    tile_3, tile_4,
-#endif
-#if TILE_ROWS > 4
-    tile_5, tile_6,
-#endif
-#if TILE_ROWS > 6
-    tile_7, tile_8, tile_9, tile_10, tile_11, tile_12, tile_13, tile_14,
-#endif
+#define TILE_KERNELS_2(name) NULL, name##_1, name##_2
+#define TILE_KERNELS_4(name) TILE_KERNELS_2(name), name##_3, name##_4
+#define TILE_KERNELS_6(name) TILE_KERNELS_4(name), name##_5, name##_6
+#define TILE_KERNELS_14(name) \
+    TILE_KERNELS_6(name), name##_7, name##_8, name##_9, name##_10, name##_11, name##_12, name##_13, name##_14
+#define TILE_KERNELS__(rows, name) TILE_KERNELS_##rows(name)
+#define TILE_KERNELS_(rows, name) TILE_KERNELS__(rows, name)
+static const TileKernel tile_kernels[2][TILE_ROWS + 1] = {
+    {TILE_KERNELS_(TILE_ROWS, tile)},
+    {TILE_KERNELS_(TILE_ROWS, stream)},
 };
 
-MOJO_INLINE void tile_run(ptrdiff_t rows, const float *a, const float *b, const Leaf *leaf) {
-    tile_kernels[rows](a, b, leaf);
+MOJO_INLINE void tile_run(int streamed, ptrdiff_t rows, const float *a, const float *b, const Leaf *leaf) {
+    tile_kernels[streamed][rows](a, b, leaf);
 }
 
 /* Size of a core's second-level cache, or a guess. */

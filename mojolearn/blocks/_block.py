@@ -4,7 +4,7 @@ import numpy as np
 
 from mojolearn import lowbit
 from mojolearn._arrays import as_float32, as_lengths, describe
-from mojolearn._context import Context, WorkspacePool
+from mojolearn._context import Context, WorkspacePool, aligned_empty
 from mojolearn._core import layers, linalg
 from mojolearn._core._pool import FloatEnvironment
 from mojolearn._gradients import GradientSink
@@ -121,7 +121,7 @@ class Block:
         self._check_finite(x)
         if state is not None:
             self._check_state(state, *x.shape[:2])
-        y = np.empty_like(x)
+        y = aligned_empty(x.shape)
         report = {}
         self._call(lambda ctx: self._run(ctx, x, y, state, None, report))
         for name, value in report.items():
@@ -181,8 +181,8 @@ class Block:
         shapes = [self._weights[name].shape for name in names]
         sizes = [int(np.prod(shape)) for shape in shapes]
         offsets = np.concatenate([[0], np.cumsum(sizes)])
-        sink = GradientSink(np.empty(offsets[-1], np.float32), names, shapes, offsets[:-1].tolist())
-        y, dx = np.empty_like(x), np.empty_like(x)
+        sink = GradientSink(aligned_empty((int(offsets[-1]),)), names, shapes, offsets[:-1].tolist())
+        y, dx = aligned_empty(x.shape), aligned_empty(x.shape)
 
         def run(ctx):
             tokens = x.shape[0] * x.shape[1]
