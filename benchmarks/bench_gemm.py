@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 
 from mojolearn import _core
+from mojolearn._context import aligned_empty
 
 TOKENS = 1024
 # outputs and inputs of the small model's matrices; forward x W^T, and backward dy W and dy^T x
@@ -95,7 +96,7 @@ def main() -> None:
     print(f"{'product':24}{'ours':>8}{'theirs':>8}{'ratio':>7}  digest")
     for form, m, n, k in SHAPES:
         a, b = operands(form, m, n, k)
-        out, theirs = np.empty((m, n), np.float32), np.empty((m, n), np.float32)
+        out, theirs = aligned_empty((m, n)), aligned_empty((m, n))
         kernel = getattr(_core.linalg, f"gemm_{form}")
         ours, other = medians([partial(kernel, a, b, out, args.threads), product(form, a, b, theirs)], args.seconds)
         work = 2e-9 * m * n * k
