@@ -90,25 +90,49 @@ def lengths():
 
 
 def tiny_numbers():
-    """Weights and embeddings around the smallest normal number against ordinary ones."""
+    """Models whose numbers decay to nothing or lie around the smallest normal number, against ordinary ones."""
     config = mojolearn.SambaConfig(**CONFIGS["tiny"])
-    ids = np.random.default_rng(1).integers(0, config.vocab, (4, 256)).astype(np.int32)
+    ids = np.random.default_rng(1).integers(0, config.vocab, (4, 257)).astype(np.int32)
     ordinary = random_weights(config)
+
+    def changed(change, *endings):
+        return {
+            name: change(value).astype(np.float32) if name.endswith(endings) else value
+            for name, value in ordinary.items()
+        }
+
     kinds = {
         "ordinary": ordinary,
-        "subnormal embeddings": {**ordinary, "embed.weight": ordinary["embed.weight"] * np.float32(1e-38)},
-        "embeddings of 1e-30": {**ordinary, "embed.weight": ordinary["embed.weight"] * np.float32(1e-28)},
+        "subnormal embeddings": changed(lambda x: x * 1e-38, "embed.weight"),
+        "embeddings of 1e-30": changed(lambda x: x * 1e-28, "embed.weight"),
+        "decays that run out in a chunk": changed(lambda x: np.full_like(x, 4.0), "dt_bias"),
+        "projections of 1e-21": changed(lambda x: x * 1e-19, "in_proj.weight"),
+        "all matrices of 1e-12": {k: np.float32(1e-10) * v if v.ndim == 2 else v for k, v in ordinary.items()},
+        "output projections of 1e-32": changed(
+            lambda x: x * 1e-30, "out_proj.weight", "o_proj.weight", "down_proj.weight"
+        ),
     }
-    models = {name: mojolearn.SambaInference(config, weights) for name, weights in kinds.items()}
-    times = {name: [] for name in kinds}
-    for _ in range(7):
-        for name, model in models.items():
-            start = time.perf_counter()
-            model.forward(ids)
-            times[name].append(time.perf_counter() - start)
-    base = statistics.median(times["ordinary"])
-    for name, found in times.items():
-        print(f"forward tiny, {name}: {statistics.median(found) / base:.2f} x the time of ordinary ones", flush=True)
+    for mode in ("identical", "deterministic"):
+        work = {}
+        for name, weights in kinds.items():
+            stack = mojolearn.SambaStack(config, weights, numeric_mode=mode)
+            model = mojolearn.SambaInference(config, weights, numeric_mode=mode)
+            work["forward", name] = lambda model=model: model.forward(ids[:, :256])
+            work["train", name] = lambda stack=stack: stack.train_step(ids[:, :-1], ids[:, 1:])
+        times = {key: [] for key in work}
+        for _ in range(5):
+            for (kind, name), call in work.items():
+                if kind == "train":  # the update of the last round makes ordinary numbers of the small ones
+                    call.__defaults__[0].load_weights(kinds[name])
+                start = time.perf_counter()
+                call()
+                times[kind, name].append(time.perf_counter() - start)
+        for name in kinds:
+            ratios = (min(times[kind, name]) / min(times[kind, "ordinary"]) for kind in ("forward", "train"))
+            print(
+                "{}, {}: forward {:.2f}, train {:.2f} x the time of ordinary ones".format(mode, name, *ratios),
+                flush=True,
+            )
 
 
 def peak_of(code):
