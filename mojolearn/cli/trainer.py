@@ -39,7 +39,8 @@ class Trainer:
         self.last_valid: dict[str, Any] | None = None
         self.last_train: dict[str, Any] | None = None
         self.tokens_per_step = settings.batch_size * settings.seq_len
-        self.stop_signal: int | None = None
+        self.caught_signal: int | None = None  # by this process, at any time
+        self.stop_signal: int | None = None  # what ends the run, after the same step on all ranks
         self.comm: Comm | None = stack.comm
         if self.comm is not None:
             # What cannot be divided is refused at once, and not after the first batch.
@@ -155,11 +156,11 @@ class Trainer:
             goal = settings.steps if stop_after is None else min(stop_after, settings.steps)
             while self.step < goal and self.stop_signal is None:
                 self._one_step(metrics, clock, bar)
-                self._agree_on_stop()
-                last = self.step == goal or self.stop_signal is not None
                 if self.data.valid and (self.step % settings.eval_every == 0 or self.step == settings.steps):
                     self._evaluate(metrics)
                     clock.restart()
+                self._agree_on_stop()
+                last = self.step == goal or self.stop_signal is not None
                 if last or self.step % settings.save_every == 0:
                     self.save()
                     clock.restart()
@@ -168,10 +169,14 @@ class Trainer:
         return 128 + self.stop_signal if self.stop_signal is not None and self.step < goal else 0
 
     def _agree_on_stop(self) -> None:
-        """A signal that one rank has got ends the run on all of them after the same step."""
+        """Look for a signal; one that some rank has caught ends the run on all of them, after the same step.
+
+        One that comes later, while a checkpoint is written, counts after the next step.
+        """
+        self.stop_signal = self.caught_signal
         if self.comm is not None:
             self.stop_signal = agree(
-                self.comm, None, self.stop_signal, lambda signals: next(filter(None, signals), None)
+                self.comm, None, self.caught_signal, lambda signals: next(filter(None, signals), None)
             )
 
     def _one_step(self, metrics: Any, clock: _Clock, bar: Any) -> None:
@@ -256,7 +261,7 @@ class Trainer:
         """The first Ctrl-C or SIGTERM ends the run after the step at hand; the next one acts as usual."""
 
         def stop(number: int, frame: Any) -> None:
-            self.stop_signal = number
+            self.caught_signal = number
             self._say("finishing this step, then saving; Ctrl-C again stops at once")
             for one, handler in before.items():
                 signal.signal(one, handler)

@@ -19,6 +19,7 @@ from cli_process import LIKE_TRAINED, SMALL, start
 
 import mojolearn
 from mojolearn.cli.settings import TrainSettings, parse_layers, read_config
+from mojolearn.cli.trainer import Trainer
 
 
 def metrics(folder):
@@ -93,6 +94,22 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(text, tmp_path, run):
     name = f"step-{step + 3:08}.ckpt"
     one, other = (mojolearn.SambaStack.from_checkpoint(place / name) for place in (folder, whole))
     assert one.flat.tobytes() == other.flat.tobytes()
+
+
+def test_ctrl_c_during_an_evaluation_saves_that_step(text, tmp_path, run, monkeypatch):
+    evaluate = Trainer._evaluate
+
+    def interrupted(trainer, metrics):
+        evaluate(trainer, metrics)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "_evaluate", interrupted)
+    folder = tmp_path / "run"
+    status, _, err = run("train", text, "--out", folder, *SMALL, "--steps", 50, "--eval-every", 4, "--save-every", 50)
+    assert status == 130
+    assert "stopped after step 4;" in err
+    assert mojolearn.SambaStack.from_checkpoint(folder / "step-00000004.ckpt").optimizer.t == 4
+    assert metrics(folder)[-1]["step"] == 4
 
 
 def test_progress_is_for_terminals_only(text, tmp_path):

@@ -192,6 +192,31 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(text, tmp_path):
     assert mojolearn.SambaStack.from_checkpoint(newest).optimizer.t == last["step"]
 
 
+def test_a_signal_to_one_rank_while_it_saves_ends_all_after_the_same_step(text, tmp_path):
+    """Whatever a rank does when the signal comes, the ranks stop together."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, signal, sys
+        from mojolearn.cli import main
+        from mojolearn.cli.trainer import Trainer
+        from mojolearn.distributed import launched_ranks
+        save = Trainer.save
+        def interrupted(trainer):
+            save(trainer)
+            if launched_ranks()[0] == 1 and trainer.step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+        Trainer.save = interrupted
+        sys.exit(main(["train", *sys.argv[1:]]))
+        """)
+    )
+    folder = tmp_path / "run"
+    options = [*MODEL.split(), "--steps", "1000000", "--save-every", "5", "--eval-every", "1000000"]
+    status, output = finish(start(2, script, text, "--out", folder, *options))
+    assert status != 0 and "stopped after step 6;" in output, output
+    assert mojolearn.SambaStack.from_checkpoint(folder / "step-00000006.ckpt").optimizer.t == 6
+
+
 def test_a_division_that_does_not_work_is_said_once(text, tmp_path):
     options = [*MODEL.split(), "--batch-size", "2", "--seq-len", "50"]
     status, output = finish(start(2, "-m", "mojolearn", "train", text, "--out", tmp_path / "run", *options))
