@@ -1,4 +1,4 @@
-"""How speed and memory grow: threads, rows, length, tiny numbers, low-bit weights, start-up.
+"""How speed and memory grow: threads, rows, the reading of memory, length, tiny numbers, low-bit weights, start-up.
 
     python -m benchmarks.bench_limits [--only threads]
 
@@ -18,6 +18,7 @@ import numpy as np
 import mojolearn
 from benchmarks.configs import CONFIGS, random_weights
 from benchmarks.side_by_side import Contender
+from mojolearn import _core
 
 
 def serve(*options):
@@ -52,6 +53,22 @@ def rows():
     found = medians([serve("--config", "small", "--mode", "decode", "--batch", n) for n in sizes], rounds=3)
     for n, (speed, _) in zip(sizes, found):
         print(f"decode small, {n} rows: {speed:.0f} tokens/s", flush=True)
+
+
+def reading():
+    """The rate at which one row's product reads a matrix that is read again and again: the limit of decoding."""
+    steps, n_threads = 1024, mojolearn.get_num_threads()
+    row = np.full((1, steps), 0.5, np.float32)
+    for megabytes in (8, 32, 64, 99, 128, 158, 200, 300, 500):
+        outputs = megabytes * 1_000_000 // (4 * steps)
+        weight = _core.linalg.PackedWeight.from_float32(np.full((outputs, steps), 0.5, np.float32))
+        out = np.empty((1, outputs), np.float32)
+        times, end = [], time.perf_counter() + 1
+        while time.perf_counter() < end:
+            begin = time.perf_counter()
+            _core.linalg.linear(row, weight, out, n_threads)
+            times.append(time.perf_counter() - begin)
+        print(f"{megabytes} MB: {4e-9 * outputs * steps / statistics.median(times):.1f} GB/s", flush=True)
 
 
 def low_bit():
@@ -205,7 +222,7 @@ def start():
     print(f"construct medium {min(times):.2f} s, its bytes read twice (one thread) {min(reads):.2f} s", flush=True)
 
 
-QUESTIONS = {f.__name__: f for f in (threads, rows, low_bit, lengths, tiny_numbers, memory, start)}
+QUESTIONS = {f.__name__: f for f in (threads, rows, reading, low_bit, lengths, tiny_numbers, memory, start)}
 
 
 def main():
