@@ -1,7 +1,7 @@
 # One token of one Mamba-3 head (numerics, forward 5, for L = 1). The open chunk is not replayed: the carry keeps what a
 # further token needs of it, in the layout that lets lanes run across tokens or channels:
 #
-#   ks  [n][t]   scaled rotated keys of the chunk's tokens
+#   ks  [n][t]   scaled rotated keys of the chunk's tokens, in blocks of 16 tokens
 #   h   [n][p]   the state that enters the chunk
 #   seg [t]      running sums of A dt from token t + 1 to the newest
 #
@@ -23,7 +23,10 @@ cdef extern from "state_chains.h" nogil:
         vf scores[1]        # CHUNK_VECTORS of them
         vf carried[1]
         float dot
-    void put_column(float* ks, Py_ssize_t column, const float* values)
+    enum:
+        KS_COLUMNS
+    Py_ssize_t ks_column(Py_ssize_t token)
+    void put_column(float* ks, Py_ssize_t token, const float* values)
     void state_chains(state_token* token)
 
 cdef struct MambaWeights:
@@ -48,7 +51,7 @@ cdef struct MambaCarry:
     float* sig
     float* adt
     # the carry
-    float* ks_cache              # (B, H, 128, 64)
+    float* ks_cache              # (B, H, 4, 128, 16)
     float* h_cache               # (B, H, 128, 64)
     float* seg_cache             # (B, H, 64)
     # values of the new token until they are committed, (B, H, NEW_FLOATS)
@@ -64,16 +67,16 @@ cdef enum:
     NEW_SIG = 289
     NEW_ADT = 290
     NEW_FLOATS = 304
-    STEP_SCRATCH = 2 * TALL + 2 * SQUARE    # of a thread
+    STEP_SCRATCH = 3 * TALL + 2 * SQUARE    # of a thread
 
 
 cdef void rebuild_carry(MambaCarry* carry, Py_ssize_t row, Py_ssize_t head) noexcept nogil:
     """Fill the carry of one head from the documented state."""
-    cdef Py_ssize_t heads = carry.heads, line = row * heads + head, t, n, j, at
+    cdef Py_ssize_t heads = carry.heads, line = row * heads + head, t, j, at
     cdef float* ks = carry.ks_cache + line * TALL
     cdef float* seg = carry.seg_cache + line * CHUNK
+    cdef float column[STATE]
     cdef float scale, beta
-    cdef const float* k
     transpose(carry.h + line * TALL, STATE, HEAD, STATE, carry.h_cache + line * TALL, HEAD)
     memset(ks, 0, TALL * sizeof(float))
     memset(seg, 0, CHUNK * sizeof(float))
@@ -83,17 +86,18 @@ cdef void rebuild_carry(MambaCarry* carry, Py_ssize_t row, Py_ssize_t head) noex
         if t + 1 < carry.buffered:      # the newest token's scale is completed by its successor
             beta = smul(carry.dt[at + heads], ssub(1.0, carry.sig[at + heads]))
             scale = sadd(scale, beta)
-        k = carry.krot + at * STATE
-        for n in range(STATE):
-            ks[n * CHUNK + t] = smul(k[n], scale)
+        scale_row(carry.krot + at * STATE, scale, column)
+        put_column(ks, t, column)
         for j in range(t):
             seg[j] = sadd(seg[j], carry.adt[at])
 
 
 cdef void seal_chunk(MambaCarry* carry, Py_ssize_t row, Py_ssize_t head, float* scratch) noexcept nogil:
     """Fold the full chunk into the state that enters the next one."""
-    cdef Py_ssize_t heads = carry.heads, line = row * heads + head, t
+    cdef Py_ssize_t heads = carry.heads, line = row * heads + head, t, n
     cdef float* v = scratch + 2 * TALL
+    cdef float* ks = v + 2 * SQUARE
+    cdef const float* blocks = carry.ks_cache + line * TALL
     cdef float total[CHUNK]
     cdef float from_start[CHUNK]
     cdef float to_end[CHUNK]
@@ -101,8 +105,13 @@ cdef void seal_chunk(MambaCarry* carry, Py_ssize_t row, Py_ssize_t head, float* 
     for t in range(CHUNK):
         adt[t] = carry.adt[(row * CHUNK + t) * heads + head]
         memcpy(v + t * HEAD, carry.v + ((row * CHUNK + t) * heads + head) * HEAD, HEAD * sizeof(float))
+    for n in range(STATE):
+        t = 0
+        while t < CHUNK:
+            memcpy(ks + n * CHUNK + t, blocks + ks_column(t) + n * KS_COLUMNS, KS_COLUMNS * sizeof(float))
+            t += KS_COLUMNS
     running_decay(adt, CHUNK, total, from_start, to_end)
-    carry_state(carry.h_cache + line * TALL, carry.ks_cache + line * TALL, v, to_end, sexp(total[CHUNK - 1]), CHUNK,
+    carry_state(carry.h_cache + line * TALL, ks, v, to_end, sexp(total[CHUNK - 1]), CHUNK,
                 v + SQUARE, scratch, carry.h_cache + line * TALL)
 
 

@@ -5,6 +5,8 @@
  *   carried[p] = sum over n of qrot[n] * h[n][p]      all 64 channels
  *   dot        = sum over n of q[n] * k[n]
  *
+ * ks lies in blocks of KS_COLUMNS tokens, [block][n][token], so that only the blocks that are in use are read.
+ *
  * On the way two columns of ks are written, as its lines are at hand: `previous` (unless NULL) becomes column
  * newest - 1 before it is used, `fresh` becomes column newest afterwards.
  */
@@ -13,10 +15,11 @@
 #include "simd.h"
 
 #define STATE_ROWS 128
+#define KS_COLUMNS 16 /* a cache line */
 
 typedef struct {
     const float *qrot, *q, *k; /* (128,) */
-    float *ks;                 /* (128, 64) */
+    float *ks;                 /* (4, 128, 16) */
     const float *h;            /* (128, 64) */
     const float *previous, *fresh;
     const float *next_ks, *next_h; /* those of the head that comes next: fetched meanwhile */
@@ -25,8 +28,13 @@ typedef struct {
     float dot;
 } state_token;
 
-MOJO_INLINE void put_column(float *ks, ptrdiff_t column, const float *values) {
-    for (ptrdiff_t n = 0; n < STATE_ROWS; n++) ks[n * 64 + column] = values[n];
+/* where the first row of a token's column lies */
+MOJO_INLINE ptrdiff_t ks_column(ptrdiff_t token) {
+    return token / KS_COLUMNS * (STATE_ROWS * KS_COLUMNS) + token % KS_COLUMNS;
+}
+MOJO_INLINE void put_column(float *ks, ptrdiff_t token, const float *values) {
+    ks += ks_column(token);
+    for (ptrdiff_t n = 0; n < STATE_ROWS; n++) ks[n * KS_COLUMNS] = values[n];
 }
 
 /* Chains of `own` vectors of ks and `states` vectors of h, from vector `first` of each on. `blend`: the last vector of ks
@@ -35,11 +43,11 @@ MOJO_INLINE void state_chains_body(const int own, const int states, const int wi
                                    const ptrdiff_t first, state_token *t) {
     vf score[8], carry[8];
     float total = 0;
-    float *ks = t->ks + first * W;
+    float *ks = t->ks + ks_column(first * W);
     const float *h = t->h + first * W;
     const ptrdiff_t lane = (t->newest - 1) % W;
     const vi old_lane = vieq(vilanes(), viset((int32_t)lane)), new_lane = vieq(vilanes(), viset((int32_t)lane + 1));
-    const float *ahead_ks = t->next_ks + first * W, *ahead_h = t->next_h + first * W;
+    const float *ahead_ks = t->next_ks + ks_column(first * W), *ahead_h = t->next_h + first * W;
     for (int j = 0; j < own; j++) score[j] = vzero();
     for (int j = 0; j < states; j++) carry[j] = vzero();
 #pragma GCC unroll 1
@@ -48,11 +56,12 @@ MOJO_INLINE void state_chains_body(const int own, const int states, const int wi
         if (with_dot) total = sfma(t->q[n], t->k[n], total);
 #pragma GCC unroll 8
         for (int j = 0; j < own; j++) {
-            vf column = vload(ks + n * 64 + j * W);
-            if (j * W % 16 == 0) prefetch_far(ahead_ks + j * W);
+            const ptrdiff_t at = ks_column(j * W);
+            vf column = vload(ks + at);
+            if (j * W % KS_COLUMNS == 0) prefetch_far(ahead_ks + at);
             if (blend && j == own - 1) {
                 column = vselect(old_lane, vset(t->previous[n]), column);
-                vstore(ks + n * 64 + j * W, vselect(new_lane, vset(t->fresh[n]), column));
+                vstore(ks + at, vselect(new_lane, vset(t->fresh[n]), column));
             }
             score[j] = vfma(x, column, score[j]);
         }
@@ -61,7 +70,8 @@ MOJO_INLINE void state_chains_body(const int own, const int states, const int wi
             if (j * W % 16 == 0) prefetch_far(ahead_h + j * W);
             carry[j] = vfma(x, vload(h + n * 64 + j * W), carry[j]);
         }
-        ahead_ks += 64;
+        ks += KS_COLUMNS;
+        ahead_ks += KS_COLUMNS;
         ahead_h += 64;
     }
     for (int j = 0; j < own; j++) t->scores[first + j] = score[j];
