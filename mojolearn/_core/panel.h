@@ -53,11 +53,17 @@ MOJO_INLINE void int8_widen(vi words, vf low_scale, vf low_offset, vf high_scale
 /* Steps [first, last) of `streams` neighbouring panels times `rows` rows; the sums go to out[stream][row][PANEL].
  * Several streams, because memory is read faster in several places at a time. With many rows a step takes so long that
  * what comes after these steps is fetched meanwhile: `ahead_bytes` from `ahead` on in every panel, for each step.
- * `resume`: the chains go on from the sums in `out`. */
+ * `resume`: the chains go on from the sums in `out`. In the end `older` subtrees of the same sums are added in front. */
 #define PREFETCH_BYTES 1024
+typedef struct {
+    const float *sums[12];
+    ptrdiff_t count;
+} OlderSums;
+
 MOJO_INLINE void matvec_body(const int format, const int streams, const int rows, const char *panels,
                              ptrdiff_t panel_bytes, const float *scales, ptrdiff_t first, ptrdiff_t last,
-                             const float *const *x, const char *ahead, ptrdiff_t ahead_bytes, int resume, float *out) {
+                             const float *const *x, const char *ahead, ptrdiff_t ahead_bytes, int resume,
+                             const OlderSums *older, float *out) {
     vf acc[4][8][PANEL_VECTORS], w[PANEL_VECTORS];
     UNROLLED(z, streams) UNROLLED(r, rows) UNROLLED(q, PANEL_VECTORS)
         acc[z][r][q] = resume ? vload(out + ((z * rows + r) * PANEL_VECTORS + q) * W) : vzero();
@@ -106,6 +112,11 @@ MOJO_INLINE void matvec_body(const int format, const int streams, const int rows
             UNROLLED(r, rows) UNROLLED(q, PANEL_VECTORS) acc[z][r][q] = vfma(vset(x[r][p]), w[q], acc[z][r][q]);
         }
     }
+#pragma GCC unroll 1
+    for (ptrdiff_t i = 0; i < older->count; i++) {
+        UNROLLED(z, streams) UNROLLED(r, rows) UNROLLED(q, PANEL_VECTORS)
+            acc[z][r][q] = vadd(vload(older->sums[i] + ((z * rows + r) * PANEL_VECTORS + q) * W), acc[z][r][q]);
+    }
     UNROLLED(z, streams) UNROLLED(r, rows) UNROLLED(q, PANEL_VECTORS)
         vstore(out + ((z * rows + r) * PANEL_VECTORS + q) * W, acc[z][r][q]);
 }
@@ -140,9 +151,15 @@ MOJO_INLINE int matvec_double(const int format, const char *panel, const float *
 #endif
 
 typedef void (*MatvecKernel)(const char *, ptrdiff_t, const float *, ptrdiff_t, ptrdiff_t, const float *const *,
-                             const char *, ptrdiff_t, float *);
+                             const char *, ptrdiff_t, const OlderSums *, float *);
 #if MOJO_ISA == 1
-#define MATVEC_SHORTCUT(format) if (!matvec_double(format, panels, scales, first, last, *x, out)) return;
+#define MATVEC_SHORTCUT(format)                                               \
+    if (!matvec_double(format, panels, scales, first, last, *x, out)) {       \
+        for (ptrdiff_t i = 0; i < older->count; i++)                          \
+            for (ptrdiff_t c = 0; c < PANEL; c += W)                          \
+                vstore(out + c, vadd(vload(older->sums[i] + c), vload(out + c))); \
+        return;                                                               \
+    }
 #else
 #define MATVEC_SHORTCUT(format)
 #endif
@@ -150,9 +167,11 @@ typedef void (*MatvecKernel)(const char *, ptrdiff_t, const float *, ptrdiff_t, 
     MOJO_NOINLINE void matvec_##format##_##streams##_##rows(const char *panels, ptrdiff_t panel_bytes,                \
                                                             const float *scales, ptrdiff_t first, ptrdiff_t last,     \
                                                             const float *const *x, const char *ahead,                 \
-                                                            ptrdiff_t ahead_bytes, float *out) {                      \
+                                                            ptrdiff_t ahead_bytes, const OlderSums *older,            \
+                                                            float *out) {                                             \
         MATVEC_SHORTCUT(format)                                                                                       \
-        matvec_body(format, streams, rows, panels, panel_bytes, scales, first, last, x, ahead, ahead_bytes, 0, out);  \
+        matvec_body(format, streams, rows, panels, panel_bytes, scales, first, last, x, ahead, ahead_bytes, 0, older, \
+                    out);                                                                                             \
     }
 #define MOJO_MATVEC_FORMATS(streams, rows)    \
     MOJO_MATVEC(0, streams, rows)             \
@@ -182,12 +201,16 @@ MOJO_INLINE int matvec_rows(int format) { return format < PANEL_INT8 ? 4 : 8; }
 #define MOJO_MATVEC_TURNS(format)                                                                                     \
     MOJO_NOINLINE void matvec_##format##_4_1(const char *panels, ptrdiff_t panel_bytes, const float *scales,          \
                                              ptrdiff_t first, ptrdiff_t last, const float *const *x,                  \
-                                             const char *ahead, ptrdiff_t ahead_bytes, float *out) {                  \
+                                             const char *ahead, ptrdiff_t ahead_bytes, const OlderSums *older,        \
+                                             float *out) {                                                            \
+        const OlderSums none = {.count = 0};                                                                          \
+        OlderSums others[2] = {*older, *older};                                                                       \
+        for (ptrdiff_t i = 0; i < older->count; i++) others[1].sums[i] += 2 * PANEL;                                  \
         for (ptrdiff_t p = first; p < last; p += TURN_STEPS)                                                          \
             for (int z = 0; z < 4; z += 2)                                                                            \
                 matvec_body(format, 2, 1, panels + z * panel_bytes, panel_bytes, scales + z * PANEL, p,               \
                             p + TURN_STEPS < last ? p + TURN_STEPS : last, x, ahead, ahead_bytes, p > first,          \
-                            out + z * PANEL);                                                                         \
+                            p + TURN_STEPS < last ? &none : others + z / 2, out + z * PANEL);                         \
     }
 MOJO_MATVEC_FORMATS(1, 1) MOJO_MATVEC_FORMATS(1, 2)
 MOJO_MATVEC_TURNS(0) MOJO_MATVEC_TURNS(1) MOJO_MATVEC_TURNS(2) MOJO_MATVEC_TURNS(3)
@@ -208,8 +231,9 @@ MOJO_INLINE int matvec_rows(int format) { return 1; }
 /* `several`: the panels that fit the registers with 2^log2_rows rows, matvec_streams[log2_rows]; otherwise one. */
 MOJO_INLINE void matvec_run(int format, int log2_rows, int several, const char *panels, ptrdiff_t panel_bytes,
                             const float *scales, ptrdiff_t first, ptrdiff_t last, const float *const *x,
-                            const char *ahead, ptrdiff_t ahead_bytes, float *out) {
-    matvec_kernels[log2_rows][several][format](panels, panel_bytes, scales, first, last, x, ahead, ahead_bytes, out);
+                            const char *ahead, ptrdiff_t ahead_bytes, const OlderSums *older, float *out) {
+    matvec_kernels[log2_rows][several][format](panels, panel_bytes, scales, first, last, x, ahead, ahead_bytes, older,
+                                               out);
 }
 
 /* One row, one panel, exactly in spite of underflow. */

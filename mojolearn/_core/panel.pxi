@@ -11,9 +11,12 @@ cdef extern from "panel.h" nogil:
         MATVEC_FLOATS
     const int* matvec_streams
     int matvec_rows(int format)
+    ctypedef struct OlderSums:
+        const float* sums[12]
+        Py_ssize_t count
     void matvec_run(int format, int log2_rows, bint several, const char* panels, Py_ssize_t panel_bytes,
                     const float* scales, Py_ssize_t first, Py_ssize_t last, const float** x, const char* ahead,
-                    Py_ssize_t ahead_bytes, float* out)
+                    Py_ssize_t ahead_bytes, const OlderSums* older, float* out)
     void exact_matvec(int format, const char* panel, const float* scales, Py_ssize_t first, Py_ssize_t last,
                       const float* x, float* out)
     void panel_widen(int format, const char* panel, const float* scales, Py_ssize_t first, Py_ssize_t last, float* out)
@@ -42,10 +45,12 @@ cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t stream
     """
     cdef float waiting[MATVEC_LEVELS][MATVEC_FLOATS]
     cdef float sums[MATVEC_FLOATS]
+    cdef float* target
+    cdef OlderSums older
     cdef Py_ssize_t levels[FOLD_LEVELS]
-    cdef Py_ssize_t width = 1 << log2_rows, groups = ceil_div(rows, width), count = groups * streams * width * PANEL
+    cdef Py_ssize_t width = 1 << log2_rows, groups = ceil_div(rows, width), part = streams * width * PANEL
     cdef Py_ssize_t leaf = profile_leaf(w.steps), leaves = ceil_div(w.steps, leaf)
-    cdef Py_ssize_t t, i, g, z, r, first, last, merges, columns
+    cdef Py_ssize_t t, i, g, z, r, first, last, columns
     cdef const char* data = w.data + panel * w.panel_bytes
     cdef const float* scales = w.scales + panel * PANEL
     cdef const char* ahead
@@ -54,23 +59,24 @@ cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t stream
         first = t * leaf
         last = min(first + leaf, w.steps)
         ahead = data + last * step_bytes if t < leaves - 1 else after
+        older.count = merged_levels(t, t == leaves - 1, levels)
+        target = &waiting[older.count][0] if t < leaves - 1 else &sums[0]
         for g in range(groups):
+            for i in range(older.count):
+                older.sums[i] = waiting[levels[i]] + g * part
             matvec_run(w.format, log2_rows, several, data, w.panel_bytes, scales, first, last, x + g * width,
-                       ahead + g * (last - first) * ahead_bytes, ahead_bytes, sums + g * streams * width * PANEL)
+                       ahead + g * (last - first) * ahead_bytes, ahead_bytes, &older, target + g * part)
         if checked and fp_underflowed():
             for r in range(rows):
                 for z in range(streams):
                     exact_matvec(w.format, data + z * w.panel_bytes, scales + z * PANEL, first, last, x[r],
-                                 sums + ((r // width * streams + z) * width + r % width) * PANEL)
+                                 target + ((r // width * streams + z) * width + r % width) * PANEL)
             fp_fast()
-        merges = merged_levels(t, t == leaves - 1, levels)
-        for i in range(merges):
-            z = 0
-            while z < count:
-                vstore(sums + z, vadd(vload(waiting[levels[i]] + z), vload(sums + z)))
-                z += vlanes
-        if t < leaves - 1:
-            memcpy(waiting[merges], sums, 4 * count)
+            for i in range(older.count):
+                z = 0
+                while z < groups * part:
+                    vstore(target + z, vadd(vload(waiting[levels[i]] + z), vload(target + z)))
+                    z += vlanes
     for r in range(rows):
         for z in range(streams):
             columns = min(w.outputs - (panel + z) * PANEL, <Py_ssize_t> PANEL)
