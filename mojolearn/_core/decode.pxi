@@ -171,6 +171,10 @@ cdef bint attend(const Step* step, const LayerState* state, Py_ssize_t line, flo
     t.values = state.values + line * t.slots * t.head_dim
     t.next_keys = state.keys + (then * t.slots + t.first_slot) * t.head_dim
     t.scale = step.score_scale
+    # what other threads have just written for the next head
+    fetch(step.queries + then * t.group * t.head_dim, t.group * t.head_dim)
+    fetch(state.new_keys + then * t.head_dim, t.head_dim)
+    fetch(state.new_values + then * t.head_dim, t.head_dim)
     return attend_token(&t, scratch)
 
 
@@ -345,7 +349,7 @@ cdef Phase* mamba_layer(Step* step, Py_ssize_t index, Phase* phase, float* scrat
             normed_row = row
         if state.stale:
             rebuild_carry(&state.mamba, row, unit % heads)
-        step_head(&layer.mamba, &state.mamba, row, unit % heads, min(unit + step.threads, units - 1), proj, B, C,
+        step_head(&layer.mamba, &state.mamba, row, unit % heads, min(unit + step.threads, units - 1), proj, width, B, C,
                   step.context + row * inner, work + 2 * STATE)
         unit_done(&phase.done)
     finish_phase(phase, units, layer.out_proj)

@@ -135,8 +135,16 @@ cdef inline void scale_row(const float* x, float scale, float* out) noexcept nog
         n += vlanes
 
 
+cdef inline void fetch(const float* data, Py_ssize_t count) noexcept nogil:
+    """Ask for floats that will be needed soon."""
+    cdef Py_ssize_t i = 0
+    while i < count:
+        prefetch(data + i)
+        i += 16
+
+
 cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t row, Py_ssize_t head, Py_ssize_t then,
-                    const float* proj, const float* B, const float* C, float* gate, float* scratch) noexcept nogil:
+                    const float* proj, Py_ssize_t width, const float* B, const float* C, float* gate, float* scratch) noexcept nogil:
     """Gate row (64) of one head from the token's projection ``proj`` and its normed B and C rows (128). ``then``: the
     line (row, head) that this thread will probably do next."""
     cdef Py_ssize_t heads = carry.heads, line = row * heads + head, inner = heads * HEAD
@@ -167,6 +175,12 @@ cdef void step_head(const MambaWeights* weights, MambaCarry* carry, Py_ssize_t r
         while p < HEAD:
             prefetch_far(carry.v + ((row * CHUNK + j) * heads + head) * HEAD + p)
             p += 16
+    # of the next head, what is far apart or was just written by another thread
+    at = (then // heads * CHUNK + (carry.buffered + CHUNK - 1) % CHUNK) * heads + then % heads
+    fetch(carry.krot + at * STATE, STATE)
+    fetch(carry.theta + then * ANGLES, ANGLES)
+    fetch(proj + (then // heads - row) * width + then % heads * HEAD, HEAD)
+    fetch(proj + (then // heads - row) * width + inner + then % heads * HEAD, HEAD)
     dt = sflush(vget(vsoftplus(vset(sadd(tail[head], weights.dt_bias[head]))), 0))
     adt = sflush(vget(vmul(decay_rate(vset(tail[heads + head])), vset(dt)), 0))
     sig = sflush(vget(vsigmoid(vset(tail[2 * heads + head])), 0))
