@@ -55,8 +55,9 @@ MOJO_INLINE void int8_widen(vi words, vf low_scale, vf low_offset, vf high_scale
  * what comes after these steps is fetched meanwhile: `ahead_bytes` from `ahead` on in every panel, for each step.
  * `resume`: the chains go on from the sums in `out`. In the end `older` subtrees of the same sums are added in front. */
 #define PREFETCH_BYTES 1024
+#define MATVEC_LEVELS 11 /* of the fold: at most 1024 leaves */
 typedef struct {
-    const float *sums[12];
+    const float *sums[MATVEC_LEVELS];
     ptrdiff_t count;
 } OlderSums;
 

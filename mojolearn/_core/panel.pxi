@@ -9,10 +9,11 @@ cdef extern from "panel.h" nogil:
         PANEL_INT8
         PANEL_INT8_PLAIN
         MATVEC_FLOATS
+        MATVEC_LEVELS
     const int* matvec_streams
     int matvec_rows(int format)
     ctypedef struct OlderSums:
-        const float* sums[12]
+        const float* sums[MATVEC_LEVELS]
         Py_ssize_t count
     void matvec_run(int format, int log2_rows, bint several, const char* panels, Py_ssize_t panel_bytes,
                     const float* scales, Py_ssize_t first, Py_ssize_t last, const float** x, const char* ahead,
@@ -31,7 +32,6 @@ cdef struct PanelMatrix:
     Py_ssize_t panels, panel_bytes
 
 cdef enum:
-    MATVEC_LEVELS = 11                 # at most 1024 leaves
     MOST_ROWS = 8                      # that share one reading of a panel
 
 
@@ -67,6 +67,7 @@ cdef void matvec_group(const PanelMatrix* w, Py_ssize_t panel, Py_ssize_t stream
             matvec_run(w.format, log2_rows, several, data, w.panel_bytes, scales, first, last, x + g * width,
                        ahead + g * (last - first) * ahead_bytes, ahead_bytes, &older, target + g * part)
         if checked and fp_underflowed():
+            # the leaf again, and the older sums, which are as they were, in front of it
             for r in range(rows):
                 for z in range(streams):
                     exact_matvec(w.format, data + z * w.panel_bytes, scales + z * PANEL, first, last, x[r],
