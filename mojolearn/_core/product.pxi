@@ -47,7 +47,8 @@ cdef enum:
     GROUP = 12                         # row panels, at most, that take turns at a leaf of a column panel
     SHARED_GROUP = 4                   # of shared row panels, which come from farther away
     PACK_PANELS = 4                    # packed at a time,
-    PACK_STEPS = 64                    # or steps of all panels
+    PACK_STEPS = 64                    # or steps of all panels,
+    PACK_RUN = 16                      # of which so many go to a panel before the next one's turn
     SHARED_BYTES = 32 << 20            # the shared operand is done in slices of at most this size
     NARROW_PART = 1 << 26              # multiplications of a part where vectors have four lanes
     LINE = 16                          # floats of a cache line
@@ -110,11 +111,17 @@ cdef void give_scratch(Scratch scratch):
 
 cdef void pack_rows(const float* rows, Py_ssize_t stride, Py_ssize_t count, Py_ssize_t steps, float* panel,
                     Py_ssize_t width) noexcept nogil:
-    """``count`` rows as a panel [step][width], zeros behind them; ``width`` is at most vlanes or a multiple of it."""
-    cdef Py_ssize_t first = 0, p = 0, i
+    """``count`` rows as a panel [step][width], zeros behind them; ``width`` is at most vlanes or a multiple of it.
+
+    The rows behind them are fetched meanwhile. Another core has often just written them, and so many places at a time
+    are too many for the hardware to foresee.
+    """
+    cdef Py_ssize_t first = 0, p = 0, i, group = min(width, <Py_ssize_t> vlanes)
     while first < width:
         p = 0
         while p + vlanes <= steps:
+            for i in range(first + group, first + 2 * group):
+                prefetch_far(rows + i * stride + p)
             # of a narrow panel, what is written too much lies where the next step goes
             transpose_block(rows + first * stride + p, stride, count - first, panel + p * width + first, width)
             p += vlanes
@@ -128,12 +135,16 @@ cdef void pack_rows(const float* rows, Py_ssize_t stride, Py_ssize_t count, Py_s
 cdef inline void pack_steps(const float* steps_data, Py_ssize_t stride, Py_ssize_t count, Py_ssize_t readable,
                             Py_ssize_t steps, float* panel, Py_ssize_t width) noexcept nogil:
     """``count`` columns of a few rows as a panel [step][width], zeros behind them. Of each row ``readable`` floats,
-    from its first on, may be read."""
+    from its first on, may be read. The rows of the next run are fetched meanwhile."""
     cdef Py_ssize_t p, i
     for p in range(steps):
         i = 0
         while i < width:
-            if i + vlanes <= readable and (i + vlanes <= count or width < vlanes):
+            prefetch(steps_data + PACK_RUN * stride + i)
+            if (steps - p) * width - i < vlanes:
+                # a narrow panel, and another thread may have packed what comes behind these steps
+                vstoren(panel + i, vloadn(steps_data + i, min(count, width)), width)
+            elif i + vlanes <= readable and (i + vlanes <= count or width < vlanes):
                 vstore(panel + i, vload(steps_data + i))
             elif i < count:
                 vstore(panel + i, vloadn(steps_data + i, min(count - i, <Py_ssize_t> vlanes)))
@@ -183,18 +194,21 @@ cdef inline Py_ssize_t panel_rows(const Product* job, Py_ssize_t panel) noexcept
     return job.short_rows + (1 if panel < job.long_panels else 0)
 
 
-cdef void pack_row_panels(const Product* job, Py_ssize_t first, Py_ssize_t last, Py_ssize_t start, Py_ssize_t steps,
-                          float* packed) noexcept nogil:
-    cdef Py_ssize_t i, row, rows, p = 0, count
+cdef void pack_row_panels(const Product* job, Py_ssize_t first, Py_ssize_t last, Py_ssize_t start, Py_ssize_t done,
+                          Py_ssize_t steps, float* packed) noexcept nogil:
+    """``steps`` steps of row panels, from step start + done of the sum on; ``packed`` holds the panels from ``start`` on.
+    """
+    cdef Py_ssize_t i, row, rows, p = done, count
     if job.a.layout == BY_ROWS:
         for i in range(first, last):
             row = first_row(job, i)
             rows = panel_rows(job, i)
-            pack_rows(job.a.data + row * job.a.stride + start, job.a.stride, rows, steps, packed, rows)
+            pack_rows(job.a.data + row * job.a.stride + start + done, job.a.stride, rows, steps, packed + done * rows,
+                      rows)
             packed += job.row_stride
         return
-    while p < steps:
-        count = min(steps - p, <Py_ssize_t> 16)
+    while p < done + steps:
+        count = min(done + steps - p, <Py_ssize_t> PACK_RUN)
         for i in range(first, last):
             row = first_row(job, i)
             rows = panel_rows(job, i)
@@ -220,7 +234,7 @@ cdef void pack_column_panels(const Product* job, Py_ssize_t first, Py_ssize_t la
             packed += job.column_stride
         return
     while p < steps:
-        count = min(steps - p, <Py_ssize_t> 16)
+        count = min(steps - p, <Py_ssize_t> PACK_RUN)
         for j in range(first, last):
             column = j * PANEL
             pack_steps(job.b.data + (start + p) * job.b.stride + column, job.b.stride,
@@ -401,9 +415,8 @@ cdef void pack_shared(Product* job) noexcept nogil:
     """Take part in the packing of the shared operand, and return when all of it is done."""
     cdef Py_ssize_t panels = job.column_panels if job.rows_private else job.row_panels
     cdef Py_ssize_t stride = job.column_stride if job.rows_private else job.row_stride
-    # Memory is read in long runs: of rows for a few panels, of steps for all panels. (Narrow row panels have no steps
-    # that could be packed apart: a step is written over what the one before it wrote too much.)
-    cdef bint by_steps = job.rows_private and job.b.layout == BY_STEPS
+    # Memory is read in long runs: of rows for a few panels, of steps for all panels.
+    cdef bint by_steps = (job.b.layout if job.rows_private else job.a.layout) == BY_STEPS
     cdef Py_ssize_t per_block = ceil_div(job.block_steps, PACK_STEPS) if by_steps else ceil_div(panels, PACK_PANELS)
     cdef Py_ssize_t units = 0 if job.rows_private and job.columns_ready else per_block * job.blocks
     cdef Py_ssize_t unit, start, steps, first, done
@@ -417,15 +430,18 @@ cdef void pack_shared(Product* job) noexcept nogil:
         packed = job.shared + unit // per_block * panels * stride
         if by_steps:
             done = min(unit % per_block * PACK_STEPS, steps)
-            pack_column_panels(job, 0, panels, start + done, min(<Py_ssize_t> PACK_STEPS, steps - done),
-                               packed + done * PANEL)
+            steps = min(<Py_ssize_t> PACK_STEPS, steps - done)
+            if job.rows_private:
+                pack_column_panels(job, 0, panels, start + done, steps, packed + done * PANEL)
+            else:
+                pack_row_panels(job, 0, panels, start, done, steps, packed)
         else:
             first = unit % per_block * PACK_PANELS
             packed += first * stride
             if job.rows_private:
                 pack_column_panels(job, first, min(first + PACK_PANELS, panels), start, steps, packed)
             else:
-                pack_row_panels(job, first, min(first + PACK_PANELS, panels), start, steps, packed)
+                pack_row_panels(job, first, min(first + PACK_PANELS, panels), start, 0, steps, packed)
         unit_done(&job.packed)
     while units_done(&job.packed) < units:
         cpu_relax()
@@ -470,7 +486,7 @@ cdef void multiply_part(const Product* job, Py_ssize_t part, float* packed) noex
         block.last = index == job.blocks - 1
         block.merges = merged_levels(index, block.last, block.levels)
         if job.rows_private:
-            pack_row_panels(job, first, last, start, block.steps, packed)
+            pack_row_panels(job, first, last, start, 0, block.steps, packed)
             a_panels = packed
             b_panels = job.shared + index * job.column_panels * job.column_stride
         else:
