@@ -42,12 +42,8 @@ class Workspace:
 
     def empty(self, shape, dtype=np.float32):
         """An uninitialised C-contiguous array that starts at a multiple of 64 bytes."""
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        count = 1
-        for extent in shape:
-            count *= extent
-        itemsize = np.dtype(dtype).itemsize
-        nbytes = count * itemsize
+        dtype = np.dtype(dtype)
+        nbytes = dtype.itemsize * (shape if isinstance(shape, int) else math.prod(shape))
         padded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         while self._chunk < len(self._chunks) and self._offset + padded > self._chunks[self._chunk].nbytes:
             self._chunk += 1
@@ -58,7 +54,7 @@ class Workspace:
             self._offset = 0
         start = self._offset
         self._offset = start + padded
-        return self._chunks[self._chunk][start : start + nbytes].view(dtype).reshape(shape)
+        return np.ndarray(shape, dtype, self._chunks[self._chunk], start)
 
     def zeros(self, shape, dtype=np.float32):
         """Like :meth:`empty`, filled with zeros."""

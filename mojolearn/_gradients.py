@@ -94,6 +94,10 @@ class Part(NamedTuple):
     seed: bool  # the rows continue the chains that already lie in the buffer
     merges: int  # number of carries afterwards: each joins digit depth into depth - 1
 
+    def of(self, rows):
+        """These rows of a piece."""
+        return rows if self.stop - self.start == len(rows) else rows[self.start : self.stop]
+
 
 class TokenFold:
     """The leaves of a sum, or of a range of it, that arrive in pieces.
@@ -225,9 +229,7 @@ class GradientSink:
         """Add a piece of a vector's gradient: the sum of `rows` (T, size) over tokens."""
         for part in self._parts:
             out = self._digit(name, part.depth).reshape(-1)
-            linalg.colsum(
-                rows[part.start : part.stop], out, self._threads, self._mode, leaf=self._fold.leaf, seed=part.seed
-            )
+            linalg.colsum(part.of(rows), out, self._threads, self._mode, leaf=self._fold.leaf, seed=part.seed)
             self._carry(name, part)
 
     def join(self, depth):
@@ -239,13 +241,7 @@ class GradientSink:
         for part in parts:
             out = self._digit(name, part.depth)
             linalg.gemm_tn(
-                dc[part.start : part.stop],
-                a[part.start : part.stop],
-                out,
-                self._threads,
-                self._mode,
-                leaf=self._fold.leaf,
-                seed=part.seed,
+                part.of(dc), part.of(a), out, self._threads, self._mode, leaf=self._fold.leaf, seed=part.seed
             )
             self._carry(name, part)
 
@@ -278,8 +274,12 @@ class EmbeddingGradient:
     """
 
     def __init__(self, ids, d_model):
-        self._rows, local = np.unique(ids, return_inverse=True)
-        self._local = np.ascontiguousarray(local.reshape(-1), dtype=np.int32)
+        ids = ids.reshape(-1)
+        occurrences = np.bincount(ids)
+        self._rows = np.flatnonzero(occurrences)
+        local = np.empty(len(occurrences), np.int32)
+        local[self._rows] = np.arange(len(self._rows))
+        self._local = local[ids]
         self._chains = np.zeros((len(self._rows), d_model), np.float32)
         self._position = 0
 
