@@ -46,6 +46,7 @@ cdef enum:
     LEAF_LEVELS = 4                    # of the counter inside a block
     GROUP = 12                         # row panels, at most, that take turns at a leaf of a column panel
     SHARED_GROUP = 4                   # of shared row panels, which come from farther away
+    FEWEST_ROWS = TILE_ROWS * 6 // 7   # of private row panels that are made more even by being more
     PACK_PANELS = 4                    # packed at a time,
     PACK_STEPS = 64                    # or steps of all panels,
     PACK_RUN = 16                      # of which so many go to a panel before the next one's turn
@@ -170,9 +171,7 @@ cdef struct Product:
     Py_ssize_t m, n, steps, leaf
     bint seeded, checked, streamed
     Py_ssize_t block_steps, blocks     # of the sum
-    # Rows are dealt out evenly: `long_panels` panels of short_rows + 1 rows come first, the others have short_rows.
-    Py_ssize_t row_panels, short_rows, long_panels
-    Py_ssize_t column_panels
+    Py_ssize_t row_panels, column_panels
     bint rows_private                  # a is the operand that each thread packs for itself
     bint columns_ready                 # b lies in memory as float32 panels
     Py_ssize_t row_stride, column_stride    # floats from panel to panel
@@ -187,11 +186,14 @@ cdef struct Product:
 
 
 cdef inline Py_ssize_t first_row(const Product* job, Py_ssize_t panel) noexcept nogil:
-    return panel * job.short_rows + min(panel, job.long_panels)
+    """Rows are dealt out evenly, so that equal numbers of panels are equal work."""
+    return panel * job.m // job.row_panels
 
 
-cdef inline Py_ssize_t panel_rows(const Product* job, Py_ssize_t panel) noexcept nogil:
-    return job.short_rows + (1 if panel < job.long_panels else 0)
+cdef inline Py_ssize_t first_panel(const Product* job, Py_ssize_t part) noexcept nogil:
+    """Of a part of the private operand. The larger parts come first: threads take them by turns."""
+    cdef Py_ssize_t panels = job.row_panels if job.rows_private else job.column_panels
+    return part * (panels // job.parts) + min(part, panels % job.parts)
 
 
 cdef void pack_row_panels(const Product* job, Py_ssize_t first, Py_ssize_t last, Py_ssize_t start, Py_ssize_t done,
@@ -202,7 +204,7 @@ cdef void pack_row_panels(const Product* job, Py_ssize_t first, Py_ssize_t last,
     if job.a.layout == BY_ROWS:
         for i in range(first, last):
             row = first_row(job, i)
-            rows = panel_rows(job, i)
+            rows = first_row(job, i + 1) - row
             pack_rows(job.a.data + row * job.a.stride + start + done, job.a.stride, rows, steps, packed + done * rows,
                       rows)
             packed += job.row_stride
@@ -211,7 +213,7 @@ cdef void pack_row_panels(const Product* job, Py_ssize_t first, Py_ssize_t last,
         count = min(done + steps - p, <Py_ssize_t> PACK_RUN)
         for i in range(first, last):
             row = first_row(job, i)
-            rows = panel_rows(job, i)
+            rows = first_row(job, i + 1) - row
             pack_steps(job.a.data + (start + p) * job.a.stride + row, job.a.stride, rows, job.m - row, count,
                        packed + (i - first) * job.row_stride + p * rows, rows)
         p += count
@@ -357,6 +359,7 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
     cdef float waiting[LEAF_LEVELS][GROUP][TILE_ROWS * TILE_COLUMNS]
     cdef Partial older[FOLD_LEVELS]
     cdef Py_ssize_t levels[FOLD_LEVELS]
+    cdef Py_ssize_t bounds[GROUP + 1]  # the row panels' first rows
     cdef Py_ssize_t leaves = ceil_div(block.steps, job.leaf), columns = min(job.n - column, <Py_ssize_t> TILE_COLUMNS)
     cdef Py_ssize_t t, i, r, row, rows, merges
     cdef bint ends
@@ -367,6 +370,8 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
     cdef Watch watch
     leaf.columns = columns
     watch.underflow = False
+    for i in range(first, last + 1):
+        bounds[i - first] = first_row(job, i)
     for t in range(leaves):
         watch.columns = -1
         ends = t == leaves - 1
@@ -374,8 +379,8 @@ cdef void multiply_group(const Product* job, const Block* block, Py_ssize_t firs
         merges = merged_levels(t, ends, levels)
         b_leaf = b + t * job.leaf * PANEL
         for i in range(first, last):
-            row = first_row(job, i)
-            rows = panel_rows(job, i)
+            row = bounds[i - first]
+            rows = bounds[i - first + 1] - row
             a_leaf = a + (i - first) * job.row_stride + t * job.leaf * rows
             leaf.ahead = NULL
             if next_a != NULL:
@@ -462,8 +467,7 @@ cdef void multiply_rows(const Product* job, const Block* block, Py_ssize_t first
 
 cdef void multiply_part(const Product* job, Py_ssize_t part, float* packed) noexcept nogil:
     """All outputs of one part of the private operand. ``packed`` is this thread's scratch memory."""
-    cdef Py_ssize_t panels = job.row_panels if job.rows_private else job.column_panels
-    cdef Py_ssize_t first = part * panels // job.parts, last = (part + 1) * panels // job.parts
+    cdef Py_ssize_t first = first_panel(job, part), last = first_panel(job, part + 1)
     cdef Py_ssize_t i0 = 0, i1 = job.row_panels, j0 = 0, j1 = job.column_panels
     cdef Py_ssize_t index, start, groups, group, i, j, end
     cdef const float* a_panels
@@ -528,17 +532,19 @@ cdef void multiply_job(void* arg, int thread) noexcept nogil:
 
 cdef Py_ssize_t plan(Product* job, int threads) noexcept nogil:
     """Fill in the cutting of the product; return the floats of scratch memory that it needs."""
-    cdef Py_ssize_t block, panels, width, stride, share, per_thread, blocks
+    cdef Py_ssize_t block, panels, width, stride, share, per_thread, blocks, even, most_rows
     job.block_steps = job.leaf
     while job.block_steps * 2 <= BLOCK_STEPS and job.block_steps < BLOCK_LEAVES * job.leaf:
         job.block_steps *= 2
     job.blocks = ceil_div(job.steps, job.block_steps)
     block = min(job.steps, job.block_steps)
     job.row_panels = ceil_div(job.m, TILE_ROWS)
-    job.short_rows = job.m // job.row_panels
-    job.long_panels = job.m % job.row_panels
+    even = ceil_div(job.row_panels, threads) * threads
+    if job.rows_private and job.m >= even * FEWEST_ROWS:
+        job.row_panels = even
+    most_rows = ceil_div(job.m, job.row_panels)
     job.column_panels = ceil_div(job.n, PANEL)
-    job.row_stride = (job.short_rows + 1) * block + PANEL_PAD
+    job.row_stride = most_rows * block + PANEL_PAD
     job.row_stride = ceil_div(job.row_stride, 16) * 16
     job.column_stride = PANEL * job.steps if job.columns_ready else PANEL * block + PANEL_PAD
     panels = job.row_panels if job.rows_private else job.column_panels
@@ -567,7 +573,7 @@ cdef Py_ssize_t plan(Product* job, int threads) noexcept nogil:
             job.shared_floats += job.column_panels * job.column_stride * job.blocks
         else:
             job.private_floats += job.part_panels * job.column_stride
-    job.partial_floats = job.levels * width * (min(job.part_panels * (job.short_rows + 1), job.m) if job.rows_private
+    job.partial_floats = job.levels * width * (min(job.part_panels * most_rows, job.m) if job.rows_private
                                                else job.m)
     job.next_pack = job.packed = job.next_part = 0
     return job.shared_floats + threads * (job.private_floats + job.partial_floats)
