@@ -461,8 +461,8 @@ class Mamba3Block(Block):
             adjoints = items if exact_order else 1  # the other orders keep them in scratch
             workers = min(ctx.threads, items)
 
-            def cut(*arrays, part=slice(first, first + count)):
-                return tuple(array.reshape(batch, -1)[part].reshape(-1) for array in arrays)
+            def cut(*arrays, part=slice(first, first + count), whole=count == batch):
+                return tuple((array if whole else array.reshape(batch, -1)[part]).reshape(-1) for array in arrays)
 
             mark = workspace.mark()
             between = (
